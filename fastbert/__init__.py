@@ -1,0 +1,42 @@
+"""fastbert: BERT encoders with fused kernels, without work on padding, equal to the reference.
+
+`fastbert.BertModel` and its heads replace transformers' classes of the same names;
+`fastbert.accelerate(model)` does it to a model that is already built.
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "accelerate": "fastbert.models.accelerate",
+    "refresh": "fastbert.cache",
+    "use_backend": "fastbert.dispatch",
+    **dict.fromkeys(
+        (
+            "BertModel",
+            "BertForMaskedLM",
+            "BertForPreTraining",
+            "BertForNextSentencePrediction",
+            "BertForSequenceClassification",
+            "BertForTokenClassification",
+            "BertForQuestionAnswering",
+            "BertForMultipleChoice",
+        ),
+        "fastbert.models.bert",
+    ),
+}
+
+__all__ = ["__version__", *_EXPORTS]
+
+
+def __getattr__(name: str):
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'fastbert' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted({*globals(), *_EXPORTS})

@@ -1,0 +1,265 @@
+"""The fused encoder layer on packed rows: post-norm self-attention and feed-forward (Devlin et al.
+2019, section 3; Vaswani et al. 2017, section 3), described by a spec that each family fills in.
+
+Letters: T packed rows, N heads, D head dim, C hidden, F intermediate.
+
+A module that is exactly what its type says, without hooks, is fused: its weights are read and its
+forward is not called. Any other Linear, activation, LayerNorm or Dropout (LoRA, quantised,
+sharded, hooked) is called on the packed rows, and what is around it stays fused.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastbert.cache import WeightCache, packed_weight
+from fastbert.ops.add_layer_norm import add_layer_norm
+from fastbert.ops.attention import attention, attention_packed_qkv
+from fastbert.ops.linear_gelu import gelu_mlp, linear_gelu
+from fastbert.padding import PackedBatch
+from fastbert.ops.unpad import unpad
+from fastbert.reference.philox import (
+    PLACE_ATTENTION,
+    PLACE_ATTENTION_OUTPUT,
+    PLACE_FFN_OUTPUT,
+    layer_site,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderLayerSpec:
+    """One post-norm layer: its modules and numbers.
+
+    Attributes:
+        index: layer number from 0; decides the dropout sites.
+        query, key, value, attention_output: C to C projections.
+        intermediate: C to F. output: F to C.
+        activation: the activation module or function. approximate: `none` or `tanh` where it is a
+            form of GELU the ops know, else None.
+        attention_dropout_p: probability in force for attention probabilities.
+        attention_output_dropout, output_dropout: dropout modules before the residual.
+        attention_norm, output_norm: LayerNorms after the residual.
+        num_heads: N. head_dim: D. softmax_scale: factor on the scores.
+    """
+
+    index: int
+    query: nn.Module
+    key: nn.Module
+    value: nn.Module
+    attention_output: nn.Module
+    attention_output_dropout: nn.Module
+    attention_norm: nn.Module
+    intermediate: nn.Module
+    activation: Callable
+    approximate: str | None
+    output: nn.Module
+    output_dropout: nn.Module
+    output_norm: nn.Module
+    num_heads: int
+    head_dim: int
+    softmax_scale: float
+    attention_dropout_p: float
+
+    def dropout_active(self) -> bool:
+        """Whether this layer reads the rng_state."""
+        return self.attention_dropout_p > 0 or any(
+            dropout_p(m) > 0 for m in (self.attention_output_dropout, self.output_dropout)
+        )
+
+
+def encoder_layer(
+    spec: EncoderLayerSpec,
+    hidden_states: torch.Tensor,
+    batch: PackedBatch,
+    rng_state: torch.Tensor | None,
+    cache: WeightCache | None,
+) -> torch.Tensor:
+    """One layer: y = LN(x' + FFN(x')), x' = LN(x + Attention(x)).
+
+    Args:
+        spec: the layer.
+        hidden_states: `(T, C)` packed rows.
+        batch: where the rows come from.
+        rng_state: `(2,)` int64, needed where dropout is active.
+        cache: the layer's packed weights.
+
+    Returns:
+        `(T, C)`.
+    """
+    if cache is not None and torch.is_grad_enabled():
+        cache.clear()
+    context = _self_attention(spec, hidden_states, batch, rng_state, cache)
+    attended = add_norm(
+        linear(spec.attention_output, context, cache, "attention_output"),
+        hidden_states,
+        spec.attention_output_dropout,
+        spec.attention_norm,
+        layer_site(spec.index, PLACE_ATTENTION_OUTPUT),
+        rng_state,
+    )
+    return _feed_forward(spec, attended, rng_state, cache)
+
+
+def _self_attention(spec, hidden_states, batch, rng_state, cache) -> torch.Tensor:
+    options = {
+        "softmax_scale": spec.softmax_scale,
+        "dropout_p": spec.attention_dropout_p,
+        "site": layer_site(spec.index, PLACE_ATTENTION),
+        "rng_state": rng_state if spec.attention_dropout_p > 0 else None,
+    }
+    plain = all(map(is_plain_linear, (spec.query, spec.key, spec.value)))
+    if plain and batch.kv_indices is None:
+        qkv = _stacked_linear((spec.query, spec.key, spec.value), hidden_states, cache, "qkv")
+        out, _ = attention_packed_qkv(
+            qkv, spec.num_heads, batch.cu_seqlens_q, max_seqlen=batch.max_seqlen, **options
+        )
+        return out.flatten(1)
+    rows = hidden_states
+    if batch.kv_indices is not None:
+        rows = unpad(hidden_states, batch.kv_indices)
+    q = linear(spec.query, hidden_states, cache, "query")
+    if plain:
+        k, v = _stacked_linear((spec.key, spec.value), rows, cache, "kv").chunk(2, dim=-1)
+    else:
+        k, v = spec.key(rows), spec.value(rows)
+    heads = (spec.num_heads, spec.head_dim)
+    out, _ = attention(
+        q.unflatten(-1, heads),
+        k.unflatten(-1, heads),
+        v.unflatten(-1, heads),
+        batch.cu_seqlens_q,
+        batch.cu_seqlens_k,
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_k=batch.max_seqlen,
+        **options,
+    )
+    return out.flatten(1)
+
+
+def _feed_forward(spec, hidden_states, rng_state, cache) -> torch.Tensor:
+    site = layer_site(spec.index, PLACE_FFN_OUTPUT)
+    rest = (hidden_states, spec.output_dropout, spec.output_norm, site, rng_state)
+    fused_in = spec.approximate is not None and is_plain_linear(spec.intermediate)
+    if fused_in and is_plain_linear(spec.output) and is_plain_norm(spec.output_norm):
+        dtype = compute_dtype(hidden_states)
+        projected = gelu_mlp(
+            hidden_states,
+            packed_weight(cache, "intermediate", [spec.intermediate.weight], dtype),
+            spec.intermediate.bias,
+            packed_weight(cache, "output", [spec.output.weight], dtype),
+            approximate=spec.approximate,
+        )
+        return add_norm(projected, *rest, linear_bias=spec.output.bias)
+    if fused_in:
+        activated = linear_gelu(
+            hidden_states,
+            spec.intermediate.weight,
+            spec.intermediate.bias,
+            approximate=spec.approximate,
+        )
+    else:
+        activated = spec.activation(spec.intermediate(hidden_states))
+    return add_norm(linear(spec.output, activated, cache, "output"), *rest)
+
+
+def linear(module: nn.Module, x: torch.Tensor, cache: WeightCache | None, key) -> torch.Tensor:
+    """`module(x)`, through a cast copy of its weight where autocast would cast it at every call."""
+    if not is_plain_linear(module):
+        return module(x)
+    return F.linear(x, packed_weight(cache, key, [module.weight], compute_dtype(x)), module.bias)
+
+
+def _stacked_linear(modules, x: torch.Tensor, cache: WeightCache | None, key) -> torch.Tensor:
+    """The outputs of several Linears of one input side by side, by one matmul."""
+    dtype = compute_dtype(x)
+    weight = packed_weight(cache, key, [m.weight for m in modules], dtype)
+    biases = [m.bias for m in modules]
+    bias = None
+    if all(b is not None for b in biases):
+        bias = packed_weight(cache, f"{key}_bias", biases, dtype)
+    return F.linear(x, weight, bias)
+
+
+def add_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    dropout: nn.Module | None,
+    norm: nn.Module,
+    site: int,
+    rng_state: torch.Tensor | None,
+    *,
+    linear_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """norm(residual + dropout(x + linear_bias)), fused where both modules are plain."""
+    if is_plain_norm(norm) and (dropout is None or is_plain_dropout(dropout)):
+        p = 0.0 if dropout is None else dropout_p(dropout)
+        return add_layer_norm(
+            x,
+            residual,
+            norm.weight,
+            norm.bias,
+            linear_bias=linear_bias,
+            eps=norm.eps,
+            dropout_p=p,
+            site=site,
+            rng_state=rng_state if p > 0 else None,
+        )
+    if linear_bias is not None:
+        x = x + linear_bias
+    if dropout is not None:
+        x = dropout(x)
+    return norm(x if residual is None else x + residual)
+
+
+# --- what may be fused ----------------------------------------------------------------------------
+
+
+def compute_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype autocast gives matmuls on x's device, None without autocast."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def is_unhooked(module: nn.Module) -> bool:
+    """Whether calling `module` runs its class's forward and nothing else.
+
+    transformers' own hooks for recording outputs do not count: layers keep theirs because they are
+    called, and attention weights are recorded on transformers' own path only.
+    """
+    state = module.__dict__
+    if state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
+        return False
+    if "forward" in state:
+        return False
+    hooks = state["_forward_hooks"]
+    return not hooks or all(
+        getattr(hook, "__name__", "") == "output_capturing_hook" for hook in hooks.values()
+    )
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether `module` is an unhooked nn.Linear and nothing derived from it."""
+    return type(module) is nn.Linear and is_unhooked(module)
+
+
+def is_plain_norm(module: nn.Module) -> bool:
+    """Whether `module` is an unhooked nn.LayerNorm over the last dimension, with a weight."""
+    return (
+        type(module) is nn.LayerNorm
+        and module.weight is not None
+        and len(module.normalized_shape) == 1
+        and is_unhooked(module)
+    )
+
+
+def is_plain_dropout(module: nn.Module) -> bool:
+    """Whether `module` is an unhooked nn.Dropout (or an identity)."""
+    return type(module) in (nn.Dropout, nn.Identity) and is_unhooked(module)
+
+
+def dropout_p(module: nn.Module) -> float:
+    """The probability in force: 0 in eval, each module by its own flag."""
+    return module.p if isinstance(module, nn.Dropout) and module.training else 0.0

@@ -1,0 +1,1 @@
+"""Adapters: transformers' classes with the inside of their forward replaced."""

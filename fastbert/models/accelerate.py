@@ -1,0 +1,70 @@
+"""`accelerate(model)`: a built transformers model turned into ours in place."""
+
+import transformers
+from torch import nn
+
+CONVERSIONS: dict[type, type] = {}
+"""transformers' class to ours; each family's adapter adds its own."""
+
+
+def register_conversions(*classes: type) -> None:
+    """Maps the transformers class each of `classes` derives from to it."""
+    for ours in classes:
+        theirs = next(c for c in ours.__mro__ if c.__module__.startswith("transformers."))
+        CONVERSIONS[theirs] = ours
+
+
+def accelerate(model: nn.Module) -> nn.Module:
+    """Gives every transformers encoder inside `model` fastbert's forward, in place.
+
+    Parameters, buffers, hooks and the module tree stay the same objects; only the classes of the
+    modules we know change, by exact type, so a user's own subclass keeps its behaviour. Works on a
+    bare model and on anything that holds one (a SentenceTransformer, a PEFT model, a Trainer's).
+
+    Args:
+        model: any module.
+
+    Returns:
+        `model`.
+
+    Raises:
+        TypeError: `model` is not a torch module.
+        ValueError: it holds nothing fastbert knows.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"accelerate: model must be a torch.nn.Module, got {type(model).__name__}; pass the "
+            "model itself, not a pipeline or a path"
+        )
+    import fastbert.models.bert  # noqa: F401  the families register their conversions
+
+    found = swap_classes(model)
+    if not found and not any(type(m) in CONVERSIONS.values() for m in model.modules()):
+        known = sorted(
+            c.__name__ for c in CONVERSIONS if issubclass(c, transformers.PreTrainedModel)
+        )
+        raise ValueError(
+            f"accelerate: {type(model).__name__} holds no model fastbert knows; known are "
+            f"{', '.join(known)}"
+        )
+    return model
+
+
+def swap_classes(model: nn.Module) -> int:
+    """Changes the class of each known module; returns how many were changed."""
+    found = 0
+    for module in model.modules():
+        ours = CONVERSIONS.get(type(module))
+        if ours is not None:
+            module.__class__ = ours
+            found += 1
+            if isinstance(module, transformers.PreTrainedModel):
+                _record_outputs_of(module)
+    return found
+
+
+def _record_outputs_of(model: transformers.PreTrainedModel) -> None:
+    """transformers looks up what a model can record by the name of its class."""
+    from transformers.utils import output_capturing
+
+    output_capturing._CAN_RECORD_REGISTRY[model] = model._can_record_outputs

@@ -1,0 +1,739 @@
+"""BERT (Devlin et al. 2019) on the fused encoder: transformers' classes, their forward replaced.
+
+Letters: B batch, S padded length, T packed rows, C hidden, V vocab, P labelled rows.
+
+What cannot be expressed on packed rows (attention weights, masks per query, decoders, caches,
+tracing and export, keyword arguments we do not know, submodules of other classes) runs
+transformers' own forward with the same numbers; the reason is logged once and counted.
+"""
+
+import contextlib
+import threading
+from dataclasses import replace
+
+import torch
+import transformers
+from torch import nn
+from transformers.activations import (
+    FastGELUActivation,
+    GELUActivation,
+    GELUTanh,
+    NewGELUActivation,
+)
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPoolingAndCrossAttentions,
+    MaskedLMOutput,
+)
+from transformers.models.bert import modeling_bert
+from transformers.models.bert.modeling_bert import BertForPreTrainingOutput
+from transformers.utils.output_capturing import capture_outputs
+
+from fastbert import dispatch
+from fastbert.cache import CachesWeights
+from fastbert.encoder import (
+    EncoderLayerSpec,
+    add_norm,
+    compute_dtype,
+    dropout_p,
+    encoder_layer,
+    is_plain_dropout,
+    is_plain_linear,
+    is_plain_norm,
+    is_unhooked,
+)
+from fastbert.models.accelerate import register_conversions, swap_classes
+from fastbert.models.signature import transformers_signature
+from fastbert.models.losses import IGNORE_INDEX, mean_loss, rescaled_loss
+from fastbert.models.outputs import (
+    Deferred,
+    LazyLogits,
+    LazyMaskedLMOutput,
+    LazyPreTrainingOutput,
+)
+from fastbert.ops.embed_layer_norm import embed_layer_norm
+from fastbert.ops.linear_gelu import linear_gelu
+from fastbert.ops.mlm_cross_entropy import mlm_cross_entropy
+from fastbert.ops.unpad import unpad
+from fastbert.padding import (
+    PackedBatch,
+    check_mask_shape,
+    pack_batch,
+    packed_input,
+    restarting_positions,
+)
+from fastbert.reference.philox import SITE_EMBEDDING
+
+ATTENTION_IMPLEMENTATIONS = {None, "eager", "sdpa", "flash_attention_2", "flex_attention"}
+PACKED_KEYWORDS = {
+    "output_hidden_states",
+    "output_attentions",
+    "return_dict",
+    "num_items_in_batch",
+    "rng_state",
+    "required_rows",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+}
+OUR_KEYWORDS = {"rng_state", "required_rows"}
+
+
+def gelu_form(activation) -> str | None:
+    """`none` or `tanh` for the forms of GELU the ops compute, None for any other activation."""
+    if isinstance(activation, nn.Module) and not is_unhooked(activation):
+        return None
+    if type(activation) is nn.GELU:
+        return activation.approximate
+    if type(activation) is GELUActivation or activation is nn.functional.gelu:
+        return "none"
+    if type(activation) in (NewGELUActivation, GELUTanh, FastGELUActivation):
+        return "tanh"
+    return None
+
+
+# --- layer ----------------------------------------------------------------------------------------
+
+
+class BertLayer(CachesWeights, modeling_bert.BertLayer):
+    """transformers' `BertLayer`, which given a `packed` batch runs fused on packed rows."""
+
+    def forward(self, hidden_states, *args, packed=None, rng_state=None, **kwargs):
+        if packed is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        return encoder_layer(self.spec(), hidden_states, packed, rng_state, self.weight_cache)
+
+    def spec(self) -> EncoderLayerSpec:
+        """The layer's modules in the encoder's terms."""
+        attention, attention_output = self.attention.self, self.attention.output
+        return EncoderLayerSpec(
+            index=attention.layer_idx,
+            query=attention.query,
+            key=attention.key,
+            value=attention.value,
+            attention_output=attention_output.dense,
+            attention_output_dropout=attention_output.dropout,
+            attention_norm=attention_output.LayerNorm,
+            intermediate=self.intermediate.dense,
+            activation=self.intermediate.intermediate_act_fn,
+            approximate=gelu_form(self.intermediate.intermediate_act_fn),
+            output=self.output.dense,
+            output_dropout=self.output.dropout,
+            output_norm=self.output.LayerNorm,
+            num_heads=attention.num_attention_heads,
+            head_dim=attention.attention_head_size,
+            softmax_scale=attention.scaling,
+            attention_dropout_p=attention.dropout.p if attention.training else 0.0,
+        )
+
+    def why_not_packed(self) -> str | None:
+        """What about this layer keeps it from packed rows."""
+        expected = (
+            (self.attention, modeling_bert.BertAttention),
+            (self.attention.self, modeling_bert.BertSelfAttention),
+            (self.attention.output, modeling_bert.BertSelfOutput),
+            (self.intermediate, modeling_bert.BertIntermediate),
+            (self.output, modeling_bert.BertOutput),
+        )
+        for module, kind in expected:
+            if type(module) is not kind:
+                return f"a layer holds a {type(module).__name__} in place of {kind.__name__}"
+            if not is_unhooked(module):
+                return f"{kind.__name__} has hooks"
+        if not is_unhooked(self.attention.self.dropout):
+            return "the dropout of the attention probabilities has hooks"
+        if type(self.attention.self.dropout) is not nn.Dropout:
+            return "the dropout of the attention probabilities was replaced"
+        if self.is_decoder or self.add_cross_attention:
+            return "the layer is a decoder's"
+        return None
+
+
+# --- model ----------------------------------------------------------------------------------------
+
+
+class BertModel(transformers.BertModel):
+    """Drop-in replacement of `transformers.BertModel` that computes real tokens only.
+
+    Takes what transformers' class takes and returns the same numbers; `last_hidden_state` and
+    `hidden_states` are 0 at padding. In addition to transformers' keyword arguments:
+
+    Args:
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed input, `(1, T)` ids, as
+            `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` gives it.
+        rng_state: `(2,)` int64, the dropout stream of this forward (docs/dropout.md); drawn from
+            torch's generator if None.
+        required_rows: `(B, S)` bool, padded positions whose output is wanted nevertheless, as a
+            padded model computes it.
+
+    Raises:
+        ValueError: both or neither of input_ids and inputs_embeds, or shapes that do not fit.
+    """
+
+    def __init__(self, config, add_pooling_layer=True):
+        super().__init__(config, add_pooling_layer=add_pooling_layer)
+        swap_classes(self)
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        token_type_ids=None,
+        position_ids=None,
+        inputs_embeds=None,
+        **kwargs,
+    ):
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        reason = self.why_not_packed(attention_mask, kwargs)
+        if reason is not None:
+            return self._forward_padded(reason, inputs, kwargs)
+        return self._forward_packed(*inputs, **kwargs)
+
+    # --- transformers' own path
+
+    def why_not_packed(self, attention_mask, kwargs) -> str | None:
+        """Why these arguments need transformers' own forward; None if they do not."""
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+            return "the model is being traced or exported"
+        if torch._C._are_functorch_transforms_active():
+            return "a functorch transform is active"
+        for name, value in kwargs.items():
+            if name not in PACKED_KEYWORDS and value is not None and value is not False:
+                return f"the keyword argument {name!r} is passed on to transformers"
+        if kwargs.get("output_attentions", getattr(self.config, "output_attentions", False)):
+            return "attention weights were asked for"
+        if self.config._attn_implementation not in ATTENTION_IMPLEMENTATIONS:
+            return f"attn_implementation is {self.config._attn_implementation!r}"
+        if attention_mask is not None:
+            if not isinstance(attention_mask, torch.Tensor):
+                return f"attention_mask is a {type(attention_mask).__name__}"
+            if attention_mask.dim() == 4:
+                return "attention_mask is given per query"
+        return self._why_modules_not_packed()
+
+    def _why_modules_not_packed(self) -> str | None:
+        if self.config.is_decoder:
+            return "the model is a decoder"
+        if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
+            return "global module hooks are set"
+        if type(self.encoder) is not modeling_bert.BertEncoder or not is_unhooked(self.encoder):
+            return "the encoder was replaced or has hooks"
+        for layer in self.encoder.layer:
+            if not isinstance(layer, BertLayer):
+                return f"a layer is a {type(layer).__name__}"
+            reason = layer.why_not_packed()
+            if reason is not None:
+                return reason
+        return None
+
+    def _forward_padded(self, reason, inputs, kwargs):
+        dispatch.log_once("BertModel", "packed rows", reason)
+        dispatch.count("bert_model", "padded")
+        kwargs = {k: v for k, v in kwargs.items() if k not in OUR_KEYWORDS}
+        input_ids, mask, *rest = inputs
+        if not isinstance(mask, torch.Tensor):
+            pass
+        elif mask.dim() == 4 and mask.dtype == torch.bool:
+            mask = _additive(mask, self.dtype)
+        elif mask.dim() != 4 and kwargs.get("cache") is None:
+            if not torch.jit.is_tracing() and not torch.compiler.is_exporting():
+                tokens = rest[2] if input_ids is None else input_ids
+                check_mask_shape("attention_mask", mask, *tokens.shape[:2])
+        with self._attention_that_returns_weights(kwargs):
+            return super().forward(input_ids, mask, *rest, **kwargs)
+
+    def _attention_that_returns_weights(self, kwargs):
+        wanted = kwargs.get("output_attentions", getattr(self.config, "output_attentions", False))
+        return _eager_attention(self.config) if wanted else contextlib.nullcontext()
+
+    # --- packed path
+
+    def _forward_packed(
+        self,
+        input_ids,
+        attention_mask,
+        token_type_ids,
+        position_ids,
+        inputs_embeds,
+        *,
+        return_dict=None,
+        output_hidden_states=None,
+        rng_state=None,
+        required_rows=None,
+        cu_seq_lens_q=None,
+        cu_seq_lens_k=None,
+        max_length_q=None,
+        max_length_k=None,
+        **ignored,
+    ):
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("specify exactly one of input_ids and inputs_embeds")
+        tokens = inputs_embeds if input_ids is None else input_ids
+        if tokens.dim() != (3 if input_ids is None else 2):
+            name = "inputs_embeds" if input_ids is None else "input_ids"
+            shape = "(batch, length, hidden)" if input_ids is None else "(batch, length)"
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(tokens.shape)}")
+        size = tokens.shape[:2]
+        if cu_seq_lens_q is None:
+            self._check_length(size[1], position_ids)
+        if cu_seq_lens_q is not None:
+            batch = _packed_by_caller(
+                attention_mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, size
+            )
+            if required_rows is not None and not torch.compiler.is_compiling():
+                batch = replace(batch, num_required=int(required_rows.sum()))
+            if position_ids is None:
+                position_ids = restarting_positions(batch.cu_seqlens_q, batch.num_rows)
+        else:
+            batch = pack_batch(
+                attention_mask,
+                *size,
+                tokens.device,
+                required_rows=required_rows,
+                first_rows=self.pooler is not None,
+            )
+        if rng_state is None and self._dropout_active():
+            rng_state = torch.empty(2, dtype=torch.int64, device=tokens.device).random_()
+        if output_hidden_states is None:
+            output_hidden_states = getattr(self.config, "output_hidden_states", False)
+        dispatch.count("bert_model", "packed")
+        outputs = self._packed_rows(
+            batch,
+            (input_ids, token_type_ids, position_ids, inputs_embeds),
+            rng_state,
+            required_rows is not None,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        if outputs.get("hidden_states") is not None:
+            states = outputs.hidden_states
+            padded = [None if h is None else batch.pad(h) for h in states[:-1]]
+            last = None if states[-1] is None else outputs.last_hidden_state
+            outputs.hidden_states = (*padded, last)
+        if return_dict is None:
+            return_dict = getattr(self.config, "return_dict", True)
+        return outputs if return_dict else outputs.to_tuple()
+
+    @capture_outputs
+    def _packed_rows(self, batch: PackedBatch, inputs, rng_state, keep_query_only, **kwargs):
+        rows = self._embed(batch, *inputs, rng_state)
+        for layer in self.encoder.layer:
+            rows = layer(rows, packed=batch, rng_state=rng_state)
+        pooled = None
+        if self.pooler is not None:
+            pooled = self.pooler(batch.first_rows(rows)[:, None])
+        outputs = BaseModelOutputWithPoolingAndCrossAttentions(
+            last_hidden_state=batch.pad(rows, keep_query_only=keep_query_only),
+            pooler_output=pooled,
+        )
+        outputs.__dict__["packed"] = (batch, rows)
+        return outputs
+
+    def _embed(
+        self, batch, input_ids, token_type_ids, position_ids, inputs_embeds, rng_state
+    ) -> torch.Tensor:
+        """`(T, C)` embeddings of the packed rows."""
+        embeddings = self.embeddings
+        if position_ids is None:
+            position_ids = embeddings.position_ids[:, : batch.seqlen]
+        if token_type_ids is None:
+            buffered = embeddings.token_type_ids.expand(position_ids.shape[0], -1)
+            token_type_ids = torch.gather(buffered, 1, position_ids)
+        check_rows_shape("position_ids", position_ids, batch)
+        check_rows_shape("token_type_ids", token_type_ids, batch)
+        position_ids, token_type_ids = batch.unpad(position_ids), batch.unpad(token_type_ids)
+        input_ids = None if input_ids is None else batch.unpad(input_ids)
+        inputs_embeds = None if inputs_embeds is None else batch.unpad(inputs_embeds)
+        if not _is_plain_embedding(embeddings):
+            return embeddings(
+                input_ids=None if input_ids is None else input_ids[None],
+                token_type_ids=token_type_ids[None],
+                position_ids=position_ids[None],
+                inputs_embeds=None if inputs_embeds is None else inputs_embeds[None],
+            )[0]
+        p = dropout_p(embeddings.dropout)
+        return embed_layer_norm(
+            input_ids,
+            token_type_ids,
+            position_ids,
+            embeddings.word_embeddings.weight,
+            embeddings.token_type_embeddings.weight,
+            embeddings.position_embeddings.weight,
+            embeddings.LayerNorm.weight,
+            embeddings.LayerNorm.bias,
+            eps=embeddings.LayerNorm.eps,
+            inputs_embeds=inputs_embeds,
+            padding_idx=embeddings.word_embeddings.padding_idx,
+            dropout_p=p,
+            site=SITE_EMBEDDING,
+            rng_state=rng_state if p > 0 else None,
+        )
+
+    def _dropout_active(self) -> bool:
+        if not self.training and not any(m.training for m in self.encoder.layer):
+            return False
+        return dropout_p(self.embeddings.dropout) > 0 or any(
+            layer.spec().dropout_active() for layer in self.encoder.layer
+        )
+
+    def _check_length(self, seqlen: int, position_ids) -> None:
+        limit = self.embeddings.position_embeddings.num_embeddings
+        if position_ids is None and seqlen > limit:
+            raise ValueError(
+                f"the input has {seqlen} positions, the model {limit} "
+                "(config.max_position_embeddings); truncate the text or pass position_ids"
+            )
+
+
+def _packed_by_caller(mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, size):
+    if mask is not None:
+        raise ValueError(
+            "attention_mask and cu_seq_lens_q exclude one another: packed input has no padding; "
+            "pass one of them"
+        )
+    if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q:
+        if cu_seq_lens_k.shape != cu_seq_lens_q.shape or (
+            cu_seq_lens_k.device.type == "cpu"
+            and not torch.compiler.is_compiling()
+            and not torch.equal(cu_seq_lens_k, cu_seq_lens_q)
+        ):
+            raise ValueError("cu_seq_lens_k must equal cu_seq_lens_q in self-attention")
+    lengths = [int(n) for n in (max_length_q, max_length_k) if n is not None]
+    return packed_input(cu_seq_lens_q, *size, max(lengths) if lengths else None)
+
+
+def check_rows_shape(name: str, ids: torch.Tensor, batch: PackedBatch) -> None:
+    """Raises ValueError unless `ids` is `(B, S)` or `(1, S)`."""
+    if ids.dim() != 2 or ids.shape[1] != batch.seqlen or ids.shape[0] not in (1, batch.batch_size):
+        raise ValueError(
+            f"{name} must have shape ({batch.batch_size}, {batch.seqlen}) or (1, {batch.seqlen}), "
+            f"got {tuple(ids.shape)}"
+        )
+
+
+def _is_plain_embedding(embeddings: nn.Module) -> bool:
+    tables = (
+        embeddings.word_embeddings,
+        embeddings.token_type_embeddings,
+        embeddings.position_embeddings,
+    )
+    return (
+        type(embeddings) is modeling_bert.BertEmbeddings
+        and is_unhooked(embeddings)
+        and is_plain_norm(embeddings.LayerNorm)
+        and is_plain_dropout(embeddings.dropout)
+        and all(
+            type(t) is nn.Embedding
+            and is_unhooked(t)
+            and type(t.weight) is nn.Parameter
+            and t.max_norm is None
+            and not t.scale_grad_by_freq
+            and not t.sparse
+            for t in tables
+        )
+    )
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A boolean mask per query as the additive mask every attention of transformers takes."""
+    blocked = torch.finfo(dtype).min
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, blocked)
+
+
+_eager_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def _eager_attention(config):
+    """Attention weights exist in transformers' eager attention only; elsewhere it returns none."""
+    with _eager_lock:
+        before = config._attn_implementation
+        config._attn_implementation = "eager"
+        try:
+            yield
+        finally:
+            config._attn_implementation = before
+
+
+# --- heads ----------------------------------------------------------------------------------------
+
+
+class _MaskedLMHead:
+    """What the heads with a vocabulary share: loss from labelled rows, logits when read."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        swap_classes(self)
+
+    def _is_plain_head(self) -> bool:
+        predictions = self.cls.predictions
+        transform = predictions.transform
+        return (
+            type(predictions) is modeling_bert.BertLMPredictionHead
+            and type(transform) is modeling_bert.BertPredictionHeadTransform
+            and all(map(is_unhooked, (self.cls, predictions, transform)))
+            and is_plain_linear(transform.dense)
+            and is_plain_norm(transform.LayerNorm)
+            and gelu_form(transform.transform_act_fn) is not None
+            and is_plain_linear(predictions.decoder)
+            and all(type(p) is nn.Parameter for p in predictions.parameters())
+        )
+
+    def _transform(self, rows: torch.Tensor) -> torch.Tensor:
+        transform = self.cls.predictions.transform
+        activated = linear_gelu(
+            rows,
+            transform.dense.weight,
+            transform.dense.bias,
+            approximate=gelu_form(transform.transform_act_fn),
+        )
+        return add_norm(activated, None, None, transform.LayerNorm, 0, None)
+
+    def _labelled_loss(self, outputs, labels, num_items_in_batch) -> torch.Tensor:
+        """Mean cross-entropy over the labelled rows, computed from those rows alone."""
+        batch, rows = outputs.__dict__.get("packed", (None, None))
+        labels = labels.reshape(-1).to(outputs.last_hidden_state.device)
+        if rows is None:
+            rows = outputs.last_hidden_state.flatten(0, 1)
+        elif batch.indices is not None:
+            labels = labels[batch.indices]
+        if not torch.compiler.is_compiling():
+            labelled = labels != IGNORE_INDEX
+            if batch is None or batch.num_required is None:
+                selected = labelled.nonzero().view(-1)
+            else:
+                selected = batch.required(labelled)
+            rows, labels = unpad(rows, selected), labels[selected]
+        decoder = self.cls.predictions.decoder
+        if self._is_plain_head():
+            losses = mlm_cross_entropy(self._transform(rows), decoder.weight, decoder.bias, labels)
+        else:
+            scores = self.cls.predictions(rows).float()
+            losses = nn.functional.cross_entropy(scores, labels, reduction="none")
+        return mean_loss(losses, labels, num_items_in_batch)
+
+    def _logits(self, outputs) -> torch.Tensor:
+        """`(B, S, V)` scores; every padded position has the scores of a zero hidden state."""
+        batch, rows = outputs.__dict__.get("packed", (None, None))
+        if rows is None or torch.compiler.is_compiling() or batch.indices is None:
+            return self.cls.predictions(outputs.last_hidden_state)
+        blank = self.cls.predictions(rows.new_zeros(1, rows.shape[-1]))
+        return batch.pad_with(self.cls.predictions(rows), blank)
+
+    def _lazy_logits(self, outputs) -> LazyLogits | None:
+        """The stand-in, where nothing needs the values now: eager training on plain modules."""
+        if not self.training or torch.compiler.is_compiling() or not self._is_plain_head():
+            return None
+        if _is_sharded(self) or _is_sharded(self.bert):
+            return None
+        hidden = outputs.last_hidden_state
+        deferred = Deferred(
+            lambda: self._logits(outputs), list(self.cls.predictions.parameters()), hidden.device
+        )
+        shape = (*hidden.shape[:2], self.cls.predictions.decoder.out_features)
+        return LazyLogits(deferred, shape, compute_dtype(hidden) or hidden.dtype, hidden.device)
+
+    def _run_bert(self, inputs, labels, kwargs):
+        """The model below, with labelled rows computed even where they are padding."""
+        required = None
+        if labels is not None:
+            size = inputs[0].shape if inputs[0] is not None else inputs[4].shape[:2]
+            check_mask_shape("labels", labels, *size)
+            required = labels != IGNORE_INDEX
+        return self.bert(*inputs, required_rows=required, return_dict=True, **kwargs)
+
+    def _plain_forward(self) -> bool:
+        """Whether transformers' forward of the head has to run."""
+        traced = torch.jit.is_tracing() or torch.compiler.is_exporting()
+        return traced or not isinstance(self.bert, BertModel)
+
+
+class BertForMaskedLM(_MaskedLMHead, transformers.BertForMaskedLM):
+    """Drop-in replacement of `transformers.BertForMaskedLM`.
+
+    With labels the loss is computed in fp32 from the labelled rows alone. In training `logits` are
+    computed when first read (attribute, index, `to_tuple`), with the reference's values and
+    gradients; reading them first after the weights changed raises RuntimeError. Beside the
+    arguments of `BertModel`:
+
+    Args:
+        labels: `(B, S)` int64, -100 where ignored; a label on padding counts as in transformers.
+        num_items_in_batch: denominator of the loss, as Trainer passes it under gradient
+            accumulation; None: the labels of this batch.
+        return_logits: False leaves `logits` out.
+    """
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        token_type_ids=None,
+        position_ids=None,
+        inputs_embeds=None,
+        **kwargs,
+    ):
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        if self._plain_forward():
+            return super().forward(*inputs, **kwargs)
+        labels = kwargs.pop("labels", None)
+        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        return_logits = kwargs.pop("return_logits", True)
+        return_dict = _return_dict(self.config, kwargs)
+        outputs = self._run_bert(inputs, labels, kwargs)
+        loss = None
+        if labels is not None:
+            loss = self._labelled_loss(outputs, labels, num_items_in_batch)
+        logits = None
+        if return_logits:
+            logits = self._lazy_logits(outputs) if labels is not None else None
+            if logits is None:
+                logits = self._logits(outputs)
+        kind = LazyMaskedLMOutput if isinstance(logits, LazyLogits) else MaskedLMOutput
+        result = kind(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+        return result if return_dict else result.to_tuple()
+
+
+class BertForPreTraining(_MaskedLMHead, transformers.BertForPreTraining):
+    """Drop-in replacement of `transformers.BertForPreTraining`: masked LM and next sentence.
+
+    As `BertForMaskedLM`; the loss is given when both `labels` and `next_sentence_label` are.
+    """
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        token_type_ids=None,
+        position_ids=None,
+        inputs_embeds=None,
+        **kwargs,
+    ):
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        if self._plain_forward():
+            return super().forward(*inputs, **kwargs)
+        labels = kwargs.pop("labels", None)
+        next_sentence_label = kwargs.pop("next_sentence_label", None)
+        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        return_logits = kwargs.pop("return_logits", True)
+        return_dict = _return_dict(self.config, kwargs)
+        has_loss = labels is not None and next_sentence_label is not None
+        outputs = self._run_bert(inputs, labels if has_loss else None, kwargs)
+        pair_logits = self.cls.seq_relationship(outputs.pooler_output)
+        loss = None
+        if has_loss:
+            masked = self._labelled_loss(outputs, labels, num_items_in_batch)
+            pairs = nn.functional.cross_entropy(
+                pair_logits.view(-1, 2).float(), next_sentence_label.view(-1)
+            )
+            loss = masked + rescaled_loss(pairs, labels, num_items_in_batch)
+        logits = None
+        if return_logits:
+            logits = self._lazy_logits(outputs) if has_loss else None
+            if logits is None:
+                logits = self._logits(outputs)
+        lazy = isinstance(logits, LazyLogits)
+        kind = LazyPreTrainingOutput if lazy else BertForPreTrainingOutput
+        result = kind(
+            loss=loss,
+            prediction_logits=logits,
+            seq_relationship_logits=pair_logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+        return result if return_dict else result.to_tuple()
+
+
+class _Head:
+    """A head whose forward is transformers' own, on our `BertModel`.
+
+    What is added: the rows the loss reads are computed where they are padding, and
+    `num_items_in_batch` is the denominator of the loss.
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        swap_classes(self)
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        token_type_ids=None,
+        position_ids=None,
+        inputs_embeds=None,
+        **kwargs,
+    ):
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        return_dict = _return_dict(self.config, kwargs)
+        if isinstance(self.bert, BertModel):
+            kwargs["required_rows"] = self.rows_read_by_loss(inputs, kwargs)
+        outputs = super().forward(*inputs, return_dict=True, **kwargs)
+        labels = kwargs.get("labels")
+        if outputs.loss is not None and labels is not None:
+            outputs.loss = rescaled_loss(outputs.loss, labels, num_items_in_batch)
+        return outputs if return_dict else outputs.to_tuple()
+
+    def rows_read_by_loss(self, inputs, kwargs) -> torch.Tensor | None:
+        """`(B, S)` bool of positions read although they may be padding."""
+        return None
+
+
+class BertForNextSentencePrediction(_Head, transformers.BertForNextSentencePrediction):
+    """Drop-in replacement of `transformers.BertForNextSentencePrediction`."""
+
+
+class BertForSequenceClassification(_Head, transformers.BertForSequenceClassification):
+    """Drop-in replacement of `transformers.BertForSequenceClassification`."""
+
+
+class BertForMultipleChoice(_Head, transformers.BertForMultipleChoice):
+    """Drop-in replacement of `transformers.BertForMultipleChoice`."""
+
+
+class BertForTokenClassification(_Head, transformers.BertForTokenClassification):
+    """Drop-in replacement of `transformers.BertForTokenClassification`."""
+
+    def rows_read_by_loss(self, inputs, kwargs):
+        labels = kwargs.get("labels")
+        return None if labels is None else labels != IGNORE_INDEX
+
+
+class BertForQuestionAnswering(_Head, transformers.BertForQuestionAnswering):
+    """Drop-in replacement of `transformers.BertForQuestionAnswering`.
+
+    Its softmax runs over all positions, so padded positions are computed as query-only rows.
+    """
+
+    def rows_read_by_loss(self, inputs, kwargs):
+        tokens = inputs[0] if inputs[0] is not None else inputs[4]
+        return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 owns the module's parameters, which are whole during its forward only."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def _return_dict(config, kwargs) -> bool:
+    given = kwargs.pop("return_dict", None)
+    return getattr(config, "return_dict", True) if given is None else given
+
+
+HEADS = (
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertForNextSentencePrediction,
+    BertForSequenceClassification,
+    BertForMultipleChoice,
+    BertForTokenClassification,
+    BertForQuestionAnswering,
+)
+for _class in (BertModel, *HEADS):
+    _class.forward = transformers_signature(getattr(transformers, _class.__name__))(_class.forward)
+register_conversions(BertLayer, BertModel, *HEADS)

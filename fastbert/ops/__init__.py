@@ -1,0 +1,1 @@
+"""The fused ops. One module per op: schema, fake, device functions, autograd, public function."""

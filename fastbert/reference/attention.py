@@ -1,0 +1,160 @@
+"""Attention over packed sequences in plain PyTorch: the specification of `attention`.
+
+Letters: Tq query rows, Tk key rows, N heads, D head dim; Lq, Lk rows of one sequence.
+
+One sequence at a time on strided views, so nothing is padded and nothing is copied; its score tile
+is cut along the queries to `MAX_SCORES`, beyond which every temporary would be fresh pages.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+
+from fastbert.reference.philox import dropout_scale
+from fastbert.reference.precision import accumulation_dtype
+
+MAX_SCORES = 1 << 22
+
+KeepMask = Callable[[int, int, int], torch.Tensor]
+"""(sequence, Lq, Lk) to the `(N, Lq, Lk)` bool keep mask of its probabilities."""
+
+
+def attention_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    softmax_scale: float,
+    window: tuple[int, int] | None,
+    threshold: int,
+    keep_mask: KeepMask | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out = dropout(softmax(q kᵀ · softmax_scale)) v within each sequence.
+
+    Vaswani et al. 2017, eq. 1; 4·Lq·Lk·N·D FLOPs a sequence. Probabilities are rounded to the
+    dtype of q before they meet v, the softmax is fp32.
+
+    Args:
+        q: `(Tq, N, D)`. k, v: `(Tk, N, D)`; last dim contiguous.
+        cu_seqlens_q, cu_seqlens_k: `(B+1,)` first row of each sequence; read by the host.
+        window: (left, right): query i sees keys i-left to i+right of its sequence, -1 for no
+            bound; None for all keys.
+        threshold, keep_mask: dropout of the probabilities.
+
+    Returns:
+        out: `(Tq, N, D)`, 0 where there is no key and behind the last sequence.
+        softmax_lse: `(N, Tq)` fp32, log Σ exp of the scaled scores, -inf there.
+    """
+    num_heads = q.shape[1]
+    out = q.new_zeros(q.shape)
+    lse = q.new_full((num_heads, q.shape[0]), -math.inf, dtype=accumulation_dtype(q.dtype))
+    for sequence, queries, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
+        key, value = (t[keys].transpose(0, 1) for t in (k, v))
+        keep = keep_mask(sequence, _length(queries), _length(keys)) if threshold else None
+        for rows, local in _tiles(queries, num_heads * _length(keys)):
+            scores = _scores(q[rows], key, softmax_scale, window, local)
+            peak = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
+            weights = scores.sub_(peak).exp_()
+            total = weights.sum(-1, keepdim=True)
+            lse[:, rows] = (peak + total.log()).squeeze(-1)
+            # A row whose window holds no key has a total of 0.
+            weights = weights.div_(total.masked_fill_(total == 0, 1))
+            if keep is not None:
+                weights = torch.where(keep[:, local], weights, 0).mul_(dropout_scale(threshold))
+            out[rows] = torch.bmm(weights.to(q.dtype), value).transpose(0, 1)
+    return out, lse
+
+
+def attention_bwd_reference(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    softmax_scale: float,
+    window: tuple[int, int] | None,
+    threshold: int,
+    keep_mask: KeepMask | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `attention_reference`, probabilities recomputed from softmax_lse.
+
+    Dao et al. 2022, "FlashAttention", appendix B.2: with P the probabilities, Z the dropout's
+    factors and δ = rowsum(dout·out), dv = (P·Z)ᵀ dout and dS = P·(Z·(dout vᵀ) - δ).
+
+    Returns:
+        dq: `(Tq, N, D)`. dk, dv: `(Tk, N, D)`; 0 in rows no sequence holds.
+    """
+    num_heads = q.shape[1]
+    dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    delta = (dout.to(softmax_lse.dtype) * out).sum(-1).t()
+    scale = dropout_scale(threshold)
+    for sequence, queries, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
+        key, value = (t[keys].transpose(0, 1) for t in (k, v))
+        keep = keep_mask(sequence, _length(queries), _length(keys)) if threshold else None
+        for rows, local in _tiles(queries, num_heads * _length(keys)):
+            query, gradient = q[rows].transpose(0, 1), dout[rows].transpose(0, 1)
+            scores = _scores(q[rows], key, softmax_scale, window, local)
+            lse = softmax_lse[:, rows, None]
+            weights = scores.sub_(lse.masked_fill(lse == -math.inf, 0)).exp_()
+            dweights = torch.bmm(gradient, value.transpose(1, 2)).to(weights.dtype)
+            dropped = weights
+            if keep is not None:
+                dropped = torch.where(keep[:, local], weights, 0).mul_(scale)
+                dweights = torch.where(keep[:, local], dweights, 0).mul_(scale)
+            dscores = dweights.sub_(delta[:, rows, None]).mul_(weights).mul_(softmax_scale)
+            dscores = dscores.to(q.dtype)
+            dq[rows] = torch.bmm(dscores, key).transpose(0, 1)
+            dk[keys] += torch.bmm(dscores.transpose(1, 2), query).transpose(0, 1)
+            dv[keys] += torch.bmm(dropped.to(q.dtype).transpose(1, 2), gradient).transpose(0, 1)
+    return dq, dk, dv
+
+
+def _sequences(
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor
+) -> Iterator[tuple[int, slice, slice]]:
+    """Index, query rows and key rows of each sequence that has both."""
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for sequence in range(len(starts_q) - 1):
+        queries = slice(starts_q[sequence], starts_q[sequence + 1])
+        keys = slice(starts_k[sequence], starts_k[sequence + 1])
+        if _length(queries) > 0 and _length(keys) > 0:
+            yield sequence, queries, keys
+
+
+def _length(rows: slice) -> int:
+    return rows.stop - rows.start
+
+
+def _tiles(queries: slice, scores_per_row: int) -> Iterator[tuple[slice, slice]]:
+    """Pieces of a sequence's queries: rows of the packed tensor, rows within the sequence."""
+    step = max(1, MAX_SCORES // scores_per_row)
+    for start in range(queries.start, queries.stop, step):
+        stop = min(start + step, queries.stop)
+        yield slice(start, stop), slice(start - queries.start, stop - queries.start)
+
+
+def _scores(q, key, softmax_scale, window, local: slice) -> torch.Tensor:
+    """`(N, rows, Lk)` scaled scores in the accumulation dtype, -inf outside the window."""
+    scores = torch.bmm(q.transpose(0, 1), key.transpose(1, 2))
+    scores = scores.to(accumulation_dtype(q.dtype)).mul_(softmax_scale)
+    if window is not None:
+        scores = scores.masked_fill_(~_in_window(window, local, key), -math.inf)
+    return scores
+
+
+def _in_window(window, local: slice, key) -> torch.Tensor:
+    left, right = window
+    offset = torch.arange(key.shape[1], device=key.device) - torch.arange(
+        local.start, local.stop, device=key.device
+    ).unsqueeze(1)
+    inside = torch.ones_like(offset, dtype=torch.bool)
+    if left >= 0:
+        inside &= offset >= -left
+    if right >= 0:
+        inside &= offset <= right
+    return inside

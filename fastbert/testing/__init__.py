@@ -1,0 +1,1 @@
+"""Shipped helpers of the tests and benchmarks: inputs, tolerances, comparison, poison."""

@@ -1,0 +1,60 @@
+"""Inputs of the tests: ragged lengths, strided views, padded batches, small configurations."""
+
+from collections.abc import Sequence
+
+import torch
+import transformers
+
+
+def cu_seqlens(lengths: Sequence[int]) -> torch.Tensor:
+    """`(B+1,)` int32: where each sequence starts, and the end."""
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def noncontiguous(x: torch.Tensor) -> torch.Tensor:
+    """The values of `x` in a tensor whose rows are not adjacent (whose elements, if it is 1D)."""
+    if x.dim() < 2:
+        return torch.stack([x, torch.full_like(x, torch.nan)], dim=-1)[..., 0]
+    wide = x.new_full((*x.shape[:-1], x.shape[-1] + 3), torch.nan)
+    wide[..., : x.shape[-1]] = x
+    return wide[..., : x.shape[-1]]
+
+
+def padded_batch(
+    lengths: Sequence[int], vocab_size: int, *, side: str = "right", seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """`(B, S)` input_ids, attention_mask, token_type_ids; S is the longest length.
+
+    Args:
+        lengths: real tokens per row.
+        vocab_size: ids are drawn from 1 to vocab_size - 1, padding is 0.
+        side: `right`, `left`, or `holes` for padding at random places.
+        seed: of everything drawn.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    size, longest = len(lengths), max(lengths)
+    ids = torch.randint(1, vocab_size, (size, longest), generator=generator)
+    types = torch.randint(0, 2, (size, longest), generator=generator)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        if side == "right":
+            mask[row, :length] = 1
+        elif side == "left":
+            mask[row, longest - length :] = 1
+        else:
+            mask[row, torch.randperm(longest, generator=generator)[:length]] = 1
+    return {"input_ids": ids * mask, "attention_mask": mask, "token_type_ids": types}
+
+
+def small_bert_config(**overrides) -> transformers.BertConfig:
+    """A BERT of 3 layers, 48 features, 4 heads, 99 tokens, 64 positions; anything overridable."""
+    settings = {
+        "hidden_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "vocab_size": 99,
+        "max_position_embeddings": 64,
+        "num_labels": 3,
+    }
+    return transformers.BertConfig(**{**settings, **overrides})

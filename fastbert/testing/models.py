@@ -1,0 +1,120 @@
+"""Pairs of models with equal weights, ours and transformers', and batches to compare them on."""
+
+import torch
+import transformers
+
+import fastbert
+from fastbert import dispatch
+
+HEADS = (
+    "BertForMaskedLM",
+    "BertForPreTraining",
+    "BertForNextSentencePrediction",
+    "BertForSequenceClassification",
+    "BertForTokenClassification",
+    "BertForQuestionAnswering",
+    "BertForMultipleChoice",
+)
+
+
+def lively_(model: torch.nn.Module, seed: int) -> None:
+    """Moves biases and LayerNorm weights off 0 and 1, where a fault in them would not show."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or "token_type" in name:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(0.2 * noise.to(parameter.dtype))
+
+
+def model_pair(
+    name: str,
+    config: transformers.BertConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **kwargs,
+) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """`fastbert.<name>` and transformers' class of that name in eager attention, same weights.
+
+    Args:
+        name: class name.
+        config: its configuration.
+        dtype: of both models.
+        seed: of the weights.
+        kwargs: passed to both constructors.
+
+    Returns:
+        ours, theirs; both in eval.
+    """
+    torch.manual_seed(seed)
+    config._attn_implementation = "eager"
+    if name == "BertForQuestionAnswering":
+        config.num_labels = 2
+    theirs = getattr(transformers, name)(config, **kwargs)
+    lively_(theirs, seed + 1)
+    ours = getattr(fastbert, name)(config, **kwargs)
+    ours.load_state_dict(theirs.state_dict())
+    return ours.to(dtype).eval(), theirs.to(dtype).eval()
+
+
+def head_inputs(name: str, batch: dict, config: transformers.BertConfig, seed: int = 0) -> dict:
+    """`batch` (ids, mask, token types) with the labels the head `name` takes.
+
+    Args:
+        name: class name; `BertModel` gets no labels.
+        batch: `(B, S)` tensors of `fastbert.testing.inputs.padded_batch`.
+        config: for the number of labels.
+        seed: of the labels.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    size, length = ids.shape
+
+    def classes(high, *shape):
+        return torch.randint(high, shape, generator=generator)
+
+    inputs = {k: batch[k] for k in ("input_ids", "attention_mask", "token_type_ids")}
+    if name in ("BertForMaskedLM", "BertForPreTraining"):
+        chosen = (torch.rand(ids.shape, generator=generator) < 0.3) & (mask != 0)
+        chosen.view(-1)[mask.reshape(-1).nonzero()[0]] = True
+        inputs["labels"] = ids.masked_fill(~chosen, -100)
+    if name == "BertForPreTraining":
+        inputs["next_sentence_label"] = classes(2, size)
+    if name == "BertForNextSentencePrediction":
+        inputs["labels"] = classes(2, size)
+    if name == "BertForSequenceClassification":
+        inputs["labels"] = classes(config.num_labels, size)
+    if name == "BertForTokenClassification":
+        labels = classes(config.num_labels, size, length)
+        inputs["labels"] = labels.masked_fill(mask == 0, -100)
+    if name == "BertForQuestionAnswering":
+        inputs["start_positions"] = classes(length, size)
+        inputs["end_positions"] = classes(length, size)
+    if name == "BertForMultipleChoice":
+        inputs = {k: v.view(size // 2, 2, length) for k, v in inputs.items()}
+        inputs["labels"] = classes(2, size // 2)
+    return inputs
+
+
+class assert_packed:
+    """Fails unless every forward of a `BertModel` inside the block ran on packed rows."""
+
+    def __enter__(self):
+        self.before = dispatch.counters()
+
+    def __exit__(self, kind, error, trace):
+        if kind is not None:
+            return
+        made = dispatch.counters() - self.before
+        padded = made["bert_model", "padded"]
+        if padded or not made["bert_model", "packed"]:
+            raise AssertionError(
+                f"expected packed forwards only, got {made['bert_model', 'packed']} packed and "
+                f"{padded} padded"
+            )
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Each trainable parameter's gradient by name."""
+    return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}

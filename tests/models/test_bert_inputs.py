@@ -1,0 +1,193 @@
+"""Masks, positions, embeddings, packed input; and bad input, refused before any kernel runs."""
+
+import pytest
+import torch
+import transformers
+
+from fastbert.testing.inputs import padded_batch, small_bert_config
+from fastbert.testing.models import assert_packed, head_inputs, model_pair
+
+LENGTHS = (7, 1, 12, 4)
+
+
+@pytest.fixture
+def pair():
+    return model_pair("BertModel", small_bert_config())
+
+
+@pytest.fixture
+def inputs():
+    return head_inputs("BertModel", padded_batch(LENGTHS, 99, seed=1), None)
+
+
+def _states(model, **inputs):
+    with torch.no_grad():
+        return model(**inputs).last_hidden_state
+
+
+def _close(actual, expected, atol=1e-5):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.uint8, torch.float])
+def test_mask_dtypes_mean_the_same(pair, inputs, dtype):
+    expected = _states(pair[0], **inputs)
+    inputs["attention_mask"] = inputs["attention_mask"].to(dtype)
+    with assert_packed():
+        assert torch.equal(_states(pair[0], **inputs), expected)
+
+
+def test_no_mask_means_all_real(pair, inputs):
+    mask = inputs.pop("attention_mask")
+    with assert_packed():
+        alone = _states(pair[0], **inputs)
+        ones = _states(pair[0], **inputs, attention_mask=torch.ones_like(mask))
+    assert torch.equal(alone, ones)
+    _close(alone, _states(pair[1], **inputs))
+
+
+def test_padding_content_and_amount_are_invisible(pair, inputs):
+    real = inputs["attention_mask"] != 0
+    expected = _states(pair[0], **inputs)[real]
+    other = dict(inputs, input_ids=inputs["input_ids"].masked_fill(~real, 42))
+    assert torch.equal(_states(pair[0], **other)[real], expected)
+    wide = {k: torch.nn.functional.pad(v, (0, 11)) for k, v in inputs.items()}
+    assert torch.equal(_states(pair[0], **wide)[:, : real.shape[1]][real], expected)
+
+
+def test_a_row_alone_and_in_a_batch(pair, inputs):
+    together = _states(pair[0], **inputs)
+    for row, length in enumerate(LENGTHS):
+        alone = _states(pair[0], **{k: v[row : row + 1, :length] for k, v in inputs.items()})
+        _close(alone[0], together[row, :length])
+
+
+def test_all_masked_row_is_finite(pair, inputs):
+    inputs["attention_mask"] = inputs["attention_mask"].clone()
+    inputs["attention_mask"][2] = 0
+    with torch.no_grad(), assert_packed():
+        outputs = pair[0](**inputs)
+    assert outputs.last_hidden_state.isfinite().all() and outputs.pooler_output.isfinite().all()
+    real = inputs["attention_mask"] != 0
+    _close(outputs.last_hidden_state[real], _states(pair[1], **inputs)[real])
+
+
+def test_empty_batch(pair):
+    ids = torch.zeros(0, 5, dtype=torch.long)
+    with torch.no_grad():
+        for mask in (None, torch.ones_like(ids)):
+            outputs = pair[0](ids, attention_mask=mask)
+            assert outputs.last_hidden_state.shape == (0, 5, pair[0].config.hidden_size)
+            assert outputs.pooler_output.shape == (0, pair[0].config.hidden_size)
+
+
+@pytest.mark.parametrize("shape", [(4, 13), (4, 11), (3, 12), (12,), (4, 12, 1), ()])
+def test_wrong_mask_shape_raises(pair, inputs, shape):
+    inputs["attention_mask"] = torch.ones(shape)
+    with pytest.raises((ValueError, RuntimeError)):
+        _states(pair[0], **inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("input_ids", 99), ("input_ids", -1), ("token_type_ids", 2), ("position_ids", 64)],
+)
+def test_ids_out_of_range_raise(pair, inputs, name, value):
+    inputs.setdefault("position_ids", torch.arange(12).expand(4, -1))
+    inputs[name] = inputs[name].clone()
+    inputs[name][0, 1] = value
+    with pytest.raises((ValueError, IndexError), match=str(value)):
+        _states(pair[0], **inputs)
+
+
+def test_too_long_raises(pair):
+    limit = pair[0].config.max_position_embeddings
+    with pytest.raises(ValueError, match=str(limit)):
+        _states(pair[0], input_ids=torch.ones(1, limit + 1, dtype=torch.long))
+
+
+def test_ids_and_embeds_exclude_one_another(pair, inputs):
+    embeds = pair[0].get_input_embeddings()(inputs["input_ids"])
+    with pytest.raises(ValueError, match="exactly one"):
+        pair[0](**inputs, inputs_embeds=embeds)
+    with pytest.raises(ValueError, match="exactly one"):
+        pair[0](attention_mask=inputs["attention_mask"])
+
+
+def test_inputs_embeds_and_their_gradient(pair, inputs):
+    ids = inputs.pop("input_ids")
+    real = inputs["attention_mask"] != 0
+    grads = []
+    for model in pair:
+        embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+        states = model(**inputs, inputs_embeds=embeds).last_hidden_state
+        (states[real] ** 2).sum().backward()
+        grads.append((states[real].detach(), embeds.grad))
+    _close(grads[0][0], grads[1][0])
+    _close(grads[0][1][real], grads[1][1][real], atol=1e-3)
+    assert not grads[0][1][~real].any()
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_position_ids_as_given(pair, inputs, rows):
+    inputs["position_ids"] = torch.arange(12).flip(0).expand(rows, -1)
+    real = inputs["attention_mask"] != 0
+    with assert_packed():
+        actual = _states(pair[0], **inputs)
+    _close(actual[real], _states(pair[1], **inputs)[real])
+
+
+def test_packed_input_from_the_flattening_collator(pair, inputs):
+    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    rows = [
+        {"input_ids": inputs["input_ids"][i, :n].tolist()} for i, n in enumerate(LENGTHS)
+    ]
+    flat = {k: v for k, v in collator(rows).items() if k != "labels"}
+    with torch.no_grad(), assert_packed():
+        packed = pair[0](**flat).last_hidden_state[0]
+        without_positions = dict(flat, position_ids=None)
+        assert torch.equal(pair[0](**without_positions).last_hidden_state[0], packed)
+    inputs.pop("token_type_ids")
+    expected = _states(pair[0], **inputs)[inputs["attention_mask"] != 0]
+    _close(packed, expected)
+
+
+@pytest.mark.parametrize(
+    "cu_seqlens", [[0, 3], [1, 12], [0, 9, 5, 12], [0.0, 12.0]], ids=["short", "start", "falls", "float"]
+)
+def test_packed_input_that_does_not_fit_raises(pair, cu_seqlens):
+    ids = torch.ones(1, 12, dtype=torch.long)
+    with pytest.raises(ValueError, match="cu_seq_lens_q"):
+        pair[0](ids, cu_seq_lens_q=torch.tensor(cu_seqlens))
+
+
+def test_packed_input_with_too_small_a_bound_raises(pair):
+    ids = torch.ones(1, 12, dtype=torch.long)
+    with pytest.raises(ValueError, match="max_length_q"):
+        pair[0](ids, cu_seq_lens_q=torch.tensor([0, 12], dtype=torch.int32), max_length_q=8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float])
+def test_mask_per_query_takes_transformers_path(pair, inputs, dtype):
+    """A block-diagonal 4D mask packs two texts into a row; bool and additive mean the same."""
+    inputs.pop("attention_mask")
+    blocks = torch.zeros(4, 1, 12, 12, dtype=torch.bool)
+    blocks[:, :, :5, :5] = True
+    blocks[:, :, 5:, 5:] = True
+    additive = torch.zeros(blocks.shape).masked_fill(~blocks, torch.finfo(torch.float).min)
+    actual = _states(pair[0], **inputs, attention_mask=blocks if dtype == torch.bool else additive)
+    _close(actual, _states(pair[1], **inputs, attention_mask=additive))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64])
+def test_every_length(pair, length):
+    ids = torch.randint(99, (2, length))
+    with assert_packed():
+        actual = _states(pair[0], input_ids=ids)
+    _close(actual, _states(pair[1], input_ids=ids))
+
+
+def test_wrong_label_shape_raises():
+    ours, _ = model_pair("BertForMaskedLM", small_bert_config())
+    with pytest.raises(ValueError, match="labels"):
+        ours(torch.ones(2, 5, dtype=torch.long), labels=torch.ones(2, 4, dtype=torch.long))
