@@ -261,7 +261,7 @@ def _show(argument) -> str:
 
 def log_once(subject: str, choice: str, reason: str) -> None:
     """Logs at INFO that `choice` was passed over for `subject`, the first time for each reason."""
-    if (subject, choice, reason) not in _logged:
+    if not torch.compiler.is_compiling() and (subject, choice, reason) not in _logged:
         _logged.add((subject, choice, reason))
         logger.info("%s: not using %s: %s", subject, choice, reason)
 
@@ -291,8 +291,12 @@ def _triton_launcher(op: Op) -> Callable:
 
 
 def count(name: str, backend: str) -> None:
-    """Counts one call of `name` served by `backend`; tests assert on these that a path ran."""
-    _calls[name, backend] += 1
+    """Counts one call of `name` served by `backend`; tests assert on these that a path ran.
+
+    Nothing is counted while a graph is traced: the number would become a guard of that graph.
+    """
+    if not torch.compiler.is_compiling():
+        _calls[name, backend] += 1
 
 
 def counters() -> Counter[tuple[str, str]]:

@@ -351,19 +351,22 @@ class BertModel(transformers.BertModel):
                 position_ids=position_ids[None],
                 inputs_embeds=None if inputs_embeds is None else inputs_embeds[None],
             )[0]
+        if inputs_embeds is None and not _is_plain_table(embeddings.word_embeddings):
+            # Adapters and transformers' input hook for checkpointing sit here.
+            inputs_embeds, input_ids = embeddings.word_embeddings(input_ids), None
         p = dropout_p(embeddings.dropout)
         return embed_layer_norm(
             input_ids,
             token_type_ids,
             position_ids,
-            embeddings.word_embeddings.weight,
+            None if input_ids is None else embeddings.word_embeddings.weight,
             embeddings.token_type_embeddings.weight,
             embeddings.position_embeddings.weight,
             embeddings.LayerNorm.weight,
             embeddings.LayerNorm.bias,
             eps=embeddings.LayerNorm.eps,
             inputs_embeds=inputs_embeds,
-            padding_idx=embeddings.word_embeddings.padding_idx,
+            padding_idx=getattr(embeddings.word_embeddings, "padding_idx", None),
             dropout_p=p,
             site=SITE_EMBEDDING,
             rng_state=rng_state if p > 0 else None,
@@ -412,25 +415,25 @@ def check_rows_shape(name: str, ids: torch.Tensor, batch: PackedBatch) -> None:
 
 
 def _is_plain_embedding(embeddings: nn.Module) -> bool:
-    tables = (
-        embeddings.word_embeddings,
-        embeddings.token_type_embeddings,
-        embeddings.position_embeddings,
-    )
+    """Whether everything but the word embeddings may be fused."""
     return (
         type(embeddings) is modeling_bert.BertEmbeddings
         and is_unhooked(embeddings)
         and is_plain_norm(embeddings.LayerNorm)
         and is_plain_dropout(embeddings.dropout)
-        and all(
-            type(t) is nn.Embedding
-            and is_unhooked(t)
-            and type(t.weight) is nn.Parameter
-            and t.max_norm is None
-            and not t.scale_grad_by_freq
-            and not t.sparse
-            for t in tables
-        )
+        and _is_plain_table(embeddings.token_type_embeddings)
+        and _is_plain_table(embeddings.position_embeddings)
+    )
+
+
+def _is_plain_table(table: nn.Module) -> bool:
+    return (
+        type(table) is nn.Embedding
+        and is_unhooked(table)
+        and type(table.weight) is nn.Parameter
+        and table.max_norm is None
+        and not table.scale_grad_by_freq
+        and not table.sparse
     )
 
 

@@ -91,7 +91,7 @@ def _bwd_with_mask(*args):
 
 embed_layer_norm_fwd = dispatch.register_op(
     "embed_layer_norm_fwd",
-    "(Tensor? input_ids, Tensor token_type_ids, Tensor position_ids, Tensor word_weight, "
+    "(Tensor? input_ids, Tensor token_type_ids, Tensor position_ids, Tensor? word_weight, "
     "Tensor token_type_weight, Tensor position_weight, Tensor weight, Tensor? bias, float eps, "
     "Tensor? inputs_embeds, float dropout_p, int site, Tensor? rng_state, ScalarType out_dtype) "
     "-> (Tensor y, Tensor h, Tensor mean, Tensor rstd)",
@@ -102,7 +102,7 @@ embed_layer_norm_fwd = dispatch.register_op(
 embed_layer_norm_bwd = dispatch.register_op(
     "embed_layer_norm_bwd",
     "(Tensor dy, Tensor h, Tensor? input_ids, Tensor token_type_ids, Tensor position_ids, "
-    "Tensor word_weight, Tensor token_type_weight, Tensor position_weight, Tensor weight, "
+    "Tensor? word_weight, Tensor token_type_weight, Tensor position_weight, Tensor weight, "
     "Tensor? bias, Tensor mean, Tensor rstd, int? padding_idx, float dropout_p, int site, "
     "Tensor? rng_state, bool[3] needs) -> (Tensor dh, Tensor dword, Tensor dtoken_type, "
     "Tensor dposition, Tensor dweight, Tensor dbias)",
@@ -170,7 +170,7 @@ def embed_layer_norm(
     input_ids: torch.Tensor | None,
     token_type_ids: torch.Tensor,
     position_ids: torch.Tensor,
-    word_weight: torch.Tensor,
+    word_weight: torch.Tensor | None,
     token_type_weight: torch.Tensor,
     position_weight: torch.Tensor,
     weight: torch.Tensor,
@@ -191,7 +191,8 @@ def embed_layer_norm(
     Args:
         input_ids: `(T,)` int64, or None where inputs_embeds is given.
         token_type_ids, position_ids: `(T,)` int64.
-        word_weight: `(V, C)`. token_type_weight: `(types, C)`. position_weight: `(positions, C)`.
+        word_weight: `(V, C)`, or None where inputs_embeds is given.
+        token_type_weight: `(types, C)`. position_weight: `(positions, C)`.
         weight: `(C,)`. bias: `(C,)` or None.
         eps: added to the variance.
         inputs_embeds: `(T, C)`, in place of the word embeddings.
@@ -210,6 +211,10 @@ def embed_layer_norm(
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("embed_layer_norm: specify exactly one of input_ids and inputs_embeds")
+    if input_ids is not None and word_weight is None:
+        raise ValueError("embed_layer_norm: input_ids need word_weight, the table of embeddings")
+    if input_ids is None:
+        word_weight = None
     ids = (input_ids, token_type_ids, position_ids)
     tables = (word_weight, token_type_weight, position_weight)
     _check_ids(ids, tables)
