@@ -51,7 +51,13 @@ def extension():
         [str(s.relative_to(ROOT)) for s in sources],
         include_dirs=[str(ROOT / "csrc")],
         # No trapping or errno arithmetic: without them selections and roundings vectorise.
-        extra_compile_args=["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-mprefer-vector-width=512"],
+        extra_compile_args=[
+            "-O3",
+            "-fopenmp",
+            "-fno-math-errno",
+            "-fno-trapping-math",
+            "-mprefer-vector-width=512",
+        ],
         extra_link_args=["-fopenmp"],
     )
 
@@ -65,7 +71,7 @@ def write_record(folder: Path, reason: str | None) -> None:
         record["torch"] = torch.__version__
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "_C.json").write_text(json.dumps(record) + "\n")
-    print(f"fastbert._C: {'built with torch ' + record['torch'] if not reason else reason}")
+    print("fastbert._C:", reason or f"built with torch {record['torch']}")
 
 
 def refuse_or_record(reason: str) -> None:

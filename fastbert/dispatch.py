@@ -114,9 +114,16 @@ def _known_backend(backend: str, where: str) -> str:
     return backend
 
 
-_binding: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar(
-    "fastbert_backend", default=_parse_binding(os.environ.get("FASTBERT_BACKEND", ""))
+_process_binding = _parse_binding(os.environ.get("FASTBERT_BACKEND", ""))
+_binding: contextvars.ContextVar[Mapping[str, str] | None] = contextvars.ContextVar(
+    "fastbert_backend", default=None
 )
+
+
+def _bound() -> Mapping[str, str]:
+    """The binding of this context, or the process's."""
+    binding = _binding.get()
+    return _process_binding if binding is None else binding
 
 
 @contextlib.contextmanager
@@ -135,7 +142,7 @@ def use_backend(backend: str | None = None, /, **by_op: str) -> Iterator[None]:
     Raises:
         ValueError: unknown backend or op, or an op named with a room it has no file in.
     """
-    binding = dict(_binding.get())
+    binding = dict(_bound())
     if backend is not None:
         binding = {"*": _known_backend(backend, "use_backend")}
     for room, name in by_op.items():
@@ -165,7 +172,7 @@ def bound(binding: Mapping[str, str] | None) -> Iterator[None]:
 
 def current_binding() -> Mapping[str, str] | None:
     """The binding in force, for backward to restore; None while a graph is being traced."""
-    return None if torch.compiler.is_compiling() else _binding.get()
+    return None if torch.compiler.is_compiling() else _bound()
 
 
 def rooms() -> list[str]:
@@ -180,7 +187,7 @@ def choose(op: Op, device: torch.device, args: tuple) -> str:
     Raises:
         NotImplementedError: the bound backend cannot take these inputs.
     """
-    binding = _binding.get()
+    binding = _bound()
     wanted = binding.get(op.room) or binding.get("*", "auto")
     if wanted != "auto":
         if not op.has(wanted):

@@ -19,8 +19,8 @@ from fastbert.cache import WeightCache, packed_weight
 from fastbert.ops.add_layer_norm import add_layer_norm
 from fastbert.ops.attention import attention, attention_packed_qkv
 from fastbert.ops.linear_gelu import gelu_mlp, linear_gelu
-from fastbert.padding import PackedBatch
 from fastbert.ops.unpad import unpad
+from fastbert.padding import PackedBatch
 from fastbert.reference.philox import (
     PLACE_ATTENTION,
     PLACE_ATTENTION_OUTPUT,

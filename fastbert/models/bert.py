@@ -42,7 +42,6 @@ from fastbert.encoder import (
     is_unhooked,
 )
 from fastbert.models.accelerate import register_conversions, swap_classes
-from fastbert.models.signature import transformers_signature
 from fastbert.models.losses import IGNORE_INDEX, mean_loss, rescaled_loss
 from fastbert.models.outputs import (
     Deferred,
@@ -50,6 +49,7 @@ from fastbert.models.outputs import (
     LazyMaskedLMOutput,
     LazyPreTrainingOutput,
 )
+from fastbert.models.signature import transformers_signature
 from fastbert.ops.embed_layer_norm import embed_layer_norm
 from fastbert.ops.linear_gelu import linear_gelu
 from fastbert.ops.mlm_cross_entropy import mlm_cross_entropy
@@ -193,7 +193,7 @@ class BertModel(transformers.BertModel):
 
     def why_not_packed(self, attention_mask, kwargs) -> str | None:
         """Why these arguments need transformers' own forward; None if they do not."""
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        if _is_traced():
             return "the model is being traced or exported"
         if torch._C._are_functorch_transforms_active():
             return "a functorch transform is active"
@@ -235,10 +235,9 @@ class BertModel(transformers.BertModel):
             pass
         elif mask.dim() == 4 and mask.dtype == torch.bool:
             mask = _additive(mask, self.dtype)
-        elif mask.dim() != 4 and kwargs.get("cache") is None:
-            if not torch.jit.is_tracing() and not torch.compiler.is_exporting():
-                tokens = rest[2] if input_ids is None else input_ids
-                check_mask_shape("attention_mask", mask, *tokens.shape[:2])
+        elif mask.dim() != 4 and kwargs.get("cache") is None and not _is_traced():
+            tokens = rest[2] if input_ids is None else input_ids
+            check_mask_shape("attention_mask", mask, *tokens.shape[:2])
         with self._attention_that_returns_weights(kwargs):
             return super().forward(input_ids, mask, *rest, **kwargs)
 
@@ -394,15 +393,17 @@ def _packed_by_caller(mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_leng
             "attention_mask and cu_seq_lens_q exclude one another: packed input has no padding; "
             "pass one of them"
         )
-    if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q:
-        if cu_seq_lens_k.shape != cu_seq_lens_q.shape or (
-            cu_seq_lens_k.device.type == "cpu"
-            and not torch.compiler.is_compiling()
-            and not torch.equal(cu_seq_lens_k, cu_seq_lens_q)
-        ):
-            raise ValueError("cu_seq_lens_k must equal cu_seq_lens_q in self-attention")
+    if cu_seq_lens_k is not None and _differ(cu_seq_lens_q, cu_seq_lens_k):
+        raise ValueError("cu_seq_lens_k must equal cu_seq_lens_q in self-attention")
     lengths = [int(n) for n in (max_length_q, max_length_k) if n is not None]
     return packed_input(cu_seq_lens_q, *size, max(lengths) if lengths else None)
+
+
+def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two index tensors differ, as far as the host can see without waiting."""
+    if a is b or a.shape != b.shape:
+        return a is not b
+    return a.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.equal(a, b)
 
 
 def check_rows_shape(name: str, ids: torch.Tensor, batch: PackedBatch) -> None:
@@ -435,6 +436,11 @@ def _is_plain_table(table: nn.Module) -> bool:
         and not table.scale_grad_by_freq
         and not table.sparse
     )
+
+
+def _is_traced() -> bool:
+    """Whether a graph is recorded that must hold for other masks: traced, scripted or exported."""
+    return torch.jit.is_tracing() or torch.compiler.is_exporting()
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -547,8 +553,7 @@ class _MaskedLMHead:
 
     def _plain_forward(self) -> bool:
         """Whether transformers' forward of the head has to run."""
-        traced = torch.jit.is_tracing() or torch.compiler.is_exporting()
-        return traced or not isinstance(self.bert, BertModel)
+        return _is_traced() or not isinstance(self.bert, BertModel)
 
 
 class BertForMaskedLM(_MaskedLMHead, transformers.BertForMaskedLM):

@@ -115,9 +115,9 @@ class LazyLogits(torch.Tensor):
                 return func(*args, **kwargs)
         if func is torch.Tensor.float and len(args) == 1 and not kwargs:
             return args[0]._cast(torch.float32)
-        if func is torch.Tensor.to and len(args) == 2 and not kwargs:
-            if isinstance(args[1], torch.dtype):
-                return args[0]._cast(args[1])
+        to_dtype = func is torch.Tensor.to and len(args) == 2 and not kwargs
+        if to_dtype and isinstance(args[1], torch.dtype):
+            return args[0]._cast(args[1])
         args, kwargs = torch.utils._pytree.tree_map_only(
             LazyLogits, LazyLogits.materialize, (args, kwargs)
         )

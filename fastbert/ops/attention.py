@@ -3,6 +3,8 @@
 Letters: Tq query rows, Tk key rows, N heads, D head dim, C = N·D, B sequences.
 """
 
+import itertools
+
 import torch
 
 from fastbert import dispatch
@@ -317,7 +319,7 @@ def _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> N
     )
     for name, cu_seqlens, rows, bound in checks:
         starts = cu_seqlens.tolist()
-        lengths = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+        lengths = [b - a for a, b in itertools.pairwise(starts)]
         if not starts or starts[0] != 0 or starts[-1] > rows or min(lengths, default=0) < 0:
             raise ValueError(
                 f"attention: cu_seqlens_{name} must rise from 0 to at most the {rows} rows of "

@@ -1,1 +1,1 @@
-"""Plain PyTorch implementations: the specification of every op, and the one that is always there."""
+"""Plain PyTorch implementations: the specification of every op, and the one always there."""

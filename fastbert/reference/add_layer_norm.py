@@ -5,8 +5,8 @@ Letters: T rows, C features.
 
 import torch
 
-from fastbert.reference.precision import accumulation_dtype
 from fastbert.reference.philox import dropout_scale
+from fastbert.reference.precision import accumulation_dtype
 
 
 def add_layer_norm_reference(

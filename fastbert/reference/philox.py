@@ -162,9 +162,7 @@ def score_keep_mask_reference(
     for block in sequence_head.split(blocks):
         words = philox4x32((place, block, site_word, offset), key)
         # (heads, tile_q, r%8, tile_k, c%8//2, r%16//8, c%16//8, c%2) to rows and columns.
-        keep = (_halves(words) >= threshold).view(
-            block.shape[0], tiles_q, 8, tiles_k, 4, 2, 2, 2
-        )
+        keep = (_halves(words) >= threshold).view(block.shape[0], tiles_q, 8, tiles_k, 4, 2, 2, 2)
         keep = keep.permute(0, 1, 5, 2, 3, 6, 4, 7)
         keep = keep.reshape(block.shape[0], tiles_q * 16, tiles_k * 16)
         chunks.append(keep[:, :seqlen_q, :seqlen_k])

@@ -104,9 +104,7 @@ def test_copies_are_independent(batch, inputs):
 
 @pytest.fixture
 def process_group(tmp_path):
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -184,9 +182,7 @@ def test_question_answering_reads_padding(side):
     outputs.loss.backward()
     expected.loss.backward()
     for name, gradient in gradients(theirs).items():
-        torch.testing.assert_close(
-            gradients(ours)[name], gradient, rtol=1e-3, atol=1e-5, msg=name
-        )
+        torch.testing.assert_close(gradients(ours)[name], gradient, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_left_padding_pools_position_zero():

@@ -139,9 +139,7 @@ def test_position_ids_as_given(pair, inputs, rows):
 
 def test_packed_input_from_the_flattening_collator(pair, inputs):
     collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    rows = [
-        {"input_ids": inputs["input_ids"][i, :n].tolist()} for i, n in enumerate(LENGTHS)
-    ]
+    rows = [{"input_ids": inputs["input_ids"][i, :n].tolist()} for i, n in enumerate(LENGTHS)]
     flat = {k: v for k, v in collator(rows).items() if k != "labels"}
     with torch.no_grad(), assert_packed():
         packed = pair[0](**flat).last_hidden_state[0]
@@ -153,7 +151,9 @@ def test_packed_input_from_the_flattening_collator(pair, inputs):
 
 
 @pytest.mark.parametrize(
-    "cu_seqlens", [[0, 3], [1, 12], [0, 9, 5, 12], [0.0, 12.0]], ids=["short", "start", "falls", "float"]
+    "cu_seqlens",
+    [[0, 3], [1, 12], [0, 9, 5, 12], [0.0, 12.0]],
+    ids=["short", "start", "falls", "float"],
 )
 def test_packed_input_that_does_not_fit_raises(pair, cu_seqlens):
     ids = torch.ones(1, 12, dtype=torch.long)

