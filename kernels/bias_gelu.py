@@ -14,11 +14,21 @@ ROWS_PER_PART = 64
 
 
 @triton.jit
+def _tanh_halves(u):
+    """(1 + tanh z) / 2 and its complement, each accurate where it is small."""
+    z = 0.7978845608028654 * (u + 0.044715 * u * u * u)
+    e = tl.exp(-2.0 * tl.abs(z))
+    large = 1.0 / (1.0 + e)
+    small = e * large
+    return tl.where(z < 0, small, large), tl.where(z < 0, large, small)
+
+
+@triton.jit
 def _gelu(u, ERF: tl.constexpr):
     if ERF:
         return 0.5 * u * (1.0 + tl.erf(u * 0.7071067811865476))
-    z = 0.7978845608028654 * (u + 0.044715 * u * u * u)
-    return u * (1.0 - 1.0 / (tl.exp(2.0 * z) + 1.0))
+    s, _ = _tanh_halves(u)
+    return u * s
 
 
 @triton.jit
@@ -26,10 +36,9 @@ def _gelu_grad(u, ERF: tl.constexpr):
     if ERF:
         cdf = 0.5 * (1.0 + tl.erf(u * 0.7071067811865476))
         return cdf + u * 0.3989422804014327 * tl.exp(-0.5 * u * u)
-    z = 0.7978845608028654 * (u + 0.044715 * u * u * u)
-    s = 1.0 - 1.0 / (tl.exp(2.0 * z) + 1.0)
+    s, complement = _tanh_halves(u)
     dz = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * u * u)
-    return s + u * 2.0 * s * (1.0 - s) * dz
+    return s + u * 2.0 * s * complement * dz
 
 
 @triton.jit

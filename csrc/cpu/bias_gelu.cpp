@@ -29,12 +29,21 @@ FASTBERT_EACH_ISA void gelu_erf_block(const float* u, float* y, int64_t n) {
   }
 }
 
+// (1 + tanh z) / 2 and its complement, each accurate where it is small.
+struct Halves {
+  float of_tanh, complement;
+};
+
+FASTBERT_INLINE Halves tanh_halves(float z) {
+  const float e = exp_negative(-2.0f * std::fabs(z));
+  const float large = 1.0f / (1.0f + e), small = e * large;
+  return {z < 0.0f ? small : large, z < 0.0f ? large : small};
+}
+
 FASTBERT_EACH_ISA void gelu_tanh_block(const float* u, float* y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const float v = u[i];
-    const float z = kTanhScale * (v + kTanhCubic * v * v * v);
-    // 1 + tanh(z) = 2 - 2 / (exp(2z) + 1)
-    y[i] = v * (1.0f - 1.0f / (exp_float(2.0f * z) + 1.0f));
+    y[i] = v * tanh_halves(kTanhScale * (v + kTanhCubic * v * v * v)).of_tanh;
   }
 }
 
@@ -53,9 +62,9 @@ FASTBERT_EACH_ISA void gelu_tanh_grad_block(const float* dy, const float* u, flo
   for (int64_t i = 0; i < n; ++i) {
     const float v = u[i];
     const float z = kTanhScale * (v + kTanhCubic * v * v * v);
-    const float s = 1.0f - 1.0f / (exp_float(2.0f * z) + 1.0f);  // (1 + tanh z) / 2
+    const Halves s = tanh_halves(z);
     const float dz = kTanhScale * (1.0f + 3.0f * kTanhCubic * v * v);
-    dx[i] = dy[i] * (s + v * 2.0f * s * (1.0f - s) * dz);
+    dx[i] = dy[i] * (s.of_tanh + v * 2.0f * s.of_tanh * s.complement * dz);
   }
 }
 

@@ -21,20 +21,6 @@ namespace fastbert {
 // Elements converted, computed and stored in one go; a block of three float buffers stays in L1.
 constexpr int64_t kBlock = 512;
 
-// The polynomial both exponentials share: 2^f-like part of exp(x) with x = n ln2 + r,
-// |r| <= ln2/2. The scale 2^n is the caller's.
-FASTBERT_INLINE float exp_fraction(float x, float n) {
-  float r = x - n * 0.693145752f;  // ln2 in two parts, the first exact for |n| < 2^9
-  r -= n * 1.42860677e-6f;
-  float p = 0.0013836845755577087f;
-  p = p * r + 0.008374815806746483f;
-  p = p * r + 0.04166822507977486f;
-  p = p * r + 0.16666419804096222f;
-  p = p * r + 0.49999991059303284f;
-  p = p * r + 1.0f;
-  return p * r + 1.0f;
-}
-
 FASTBERT_INLINE float power_of_two(int32_t n) {
   const int32_t bits = (n + 127) << 23;
   float value;
@@ -42,26 +28,22 @@ FASTBERT_INLINE float power_of_two(int32_t n) {
   return value;
 }
 
-// exp(x) for x <= 0: 0 below -87.3, where floats stop being normal. NaN in, NaN out.
+// exp(x) for x <= 0: x = n ln2 + r with |r| <= ln2/2, a polynomial in r, then 2^n. 0 below -87.3, where floats stop being normal. NaN in, NaN out.
 FASTBERT_INLINE float exp_negative(float x) {
   const float low = -87.33654f;
   const float clamped = x < low ? low : x;
   const float n = std::nearbyintf(clamped * 1.44269504f);
-  const float y = exp_fraction(clamped, n) * power_of_two(static_cast<int32_t>(n));
+  float r = clamped - n * 0.693145752f;  // ln2 in two parts, the first exact for |n| < 2^9
+  r -= n * 1.42860677e-6f;
+  float p = 0.0013836845755577087f;
+  p = p * r + 0.008374815806746483f;
+  p = p * r + 0.04166822507977486f;
+  p = p * r + 0.16666419804096222f;
+  p = p * r + 0.49999991059303284f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  const float y = p * power_of_two(static_cast<int32_t>(n));
   return x < low ? 0.0f : y;
-}
-
-// exp(x) everywhere: as above, and infinity above 88.7.
-FASTBERT_INLINE float exp_float(float x) {
-  const float low = -87.33654f, high = 88.72283f;
-  float clamped = x < low ? low : x;
-  clamped = clamped > high ? high : clamped;
-  const float n = std::nearbyintf(clamped * 1.44269504f);
-  // In two factors, as n reaches 128, which no float exponent holds.
-  const int32_t half = static_cast<int32_t>(n) >> 1, rest = static_cast<int32_t>(n) - half;
-  float y = exp_fraction(clamped, n) * power_of_two(half) * power_of_two(rest);
-  y = x < low ? 0.0f : y;
-  return x > high ? INFINITY : y;
 }
 
 // erf(x), with exp(-x^2) given: x P(x^2) below 1, 1 - exp(-x^2) R(x) above, where R is fitted on

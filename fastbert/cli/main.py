@@ -15,7 +15,7 @@ def _root() -> None:
 @app.command()
 def env(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Versions, devices, CPU features, and which implementation serves which op and why."""
-    from fastbert.env import report, render
+    from fastbert.env import render, report
 
     typer.echo(render(report(), json))
 

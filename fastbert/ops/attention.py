@@ -130,6 +130,8 @@ attention_bwd = dispatch.register_op(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, cu_seqlens_q, cu_seqlens_k, options, rng_state):
+        # Dynamo takes no tensor twice, so None stands for the lengths of the queries.
+        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
         out, lse = attention_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options, rng_state)
         ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, rng_state)
         ctx.options = options
@@ -230,7 +232,8 @@ def attention(
         rng_state,
     )
     if dispatch.needs_grad(q, k, v):
-        return _Attention.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, options, rng_state)
+        keys = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k
+        return _Attention.apply(q, k, v, cu_seqlens_q, keys, options, rng_state)
     return attention_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options, rng_state)
 
 

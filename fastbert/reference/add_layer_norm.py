@@ -90,11 +90,12 @@ def add_layer_norm_bwd_reference(
         dweight: `(C,)`. dbias: `(C,)`; `(0,)` without bias. dlinear_bias: `(C,)`; `(0,)` without.
     """
     accumulate = accumulation_dtype(h.dtype)
+    # Centred first: torch computes h·rstd - mean·rstd, which leaves a rest where h is its mean.
     dtotal, dweight, dbias = torch.ops.aten.native_layer_norm_backward.default(
         dy.to(accumulate),
-        h.to(accumulate),
+        torch.sub(h, mean),
         (h.shape[-1],),
-        mean,
+        torch.zeros_like(mean),
         rstd,
         weight.to(accumulate),
         None if bias is None else bias.to(accumulate),

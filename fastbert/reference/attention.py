@@ -55,12 +55,12 @@ def attention_reference(
         keep = keep_mask(sequence, _length(queries), _length(keys)) if threshold else None
         for rows, local in _tiles(queries, num_heads * _length(keys)):
             scores = _scores(q[rows], key, softmax_scale, window, local)
-            peak = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
-            weights = scores.sub_(peak).exp_()
-            total = weights.sum(-1, keepdim=True)
-            lse[:, rows] = (peak + total.log()).squeeze(-1)
-            # A row whose window holds no key has a total of 0.
-            weights = weights.div_(total.masked_fill_(total == 0, 1))
+            peak = scores.amax(-1, keepdim=True)
+            weights = torch.softmax(scores, -1)
+            if window is not None:
+                weights = weights.masked_fill_(peak == -math.inf, 0)
+            # The largest probability is 1 / Σ exp(score - peak).
+            lse[:, rows] = (peak - weights.amax(-1, keepdim=True).log_()).squeeze(-1)
             if keep is not None:
                 weights = torch.where(keep[:, local], weights, 0).mul_(dropout_scale(threshold))
             out[rows] = torch.bmm(weights.to(q.dtype), value).transpose(0, 1)
@@ -84,14 +84,14 @@ def attention_bwd_reference(
     """Gradients of `attention_reference`, probabilities recomputed from softmax_lse.
 
     Dao et al. 2022, "FlashAttention", appendix B.2: with P the probabilities, Z the dropout's
-    factors and δ = rowsum(dout·out), dv = (P·Z)ᵀ dout and dS = P·(Z·(dout vᵀ) - δ).
+    factors and dP = Z·(dout vᵀ), dv = (P·Z)ᵀ dout and dS = P·(dP - rowsum(P·dP)). The row sum is
+    that of the rounded dP, not dout·out: where a row has one key the two terms must cancel.
 
     Returns:
         dq: `(Tq, N, D)`. dk, dv: `(Tk, N, D)`; 0 in rows no sequence holds.
     """
     num_heads = q.shape[1]
     dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    delta = (dout.to(softmax_lse.dtype) * out).sum(-1).t()
     scale = dropout_scale(threshold)
     for sequence, queries, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
         key, value = (t[keys].transpose(0, 1) for t in (k, v))
@@ -106,8 +106,10 @@ def attention_bwd_reference(
             if keep is not None:
                 dropped = torch.where(keep[:, local], weights, 0).mul_(scale)
                 dweights = torch.where(keep[:, local], dweights, 0).mul_(scale)
-            dscores = dweights.sub_(delta[:, rows, None]).mul_(weights).mul_(softmax_scale)
-            dscores = dscores.to(q.dtype)
+            dscores = torch.ops.aten._softmax_backward_data.default(
+                dweights, weights, -1, weights.dtype
+            )
+            dscores = dscores.mul_(softmax_scale).to(q.dtype)
             dq[rows] = torch.bmm(dscores, key).transpose(0, 1)
             dk[keys] += torch.bmm(dscores.transpose(1, 2), query).transpose(0, 1)
             dv[keys] += torch.bmm(dropped.to(q.dtype).transpose(1, 2), gradient).transpose(0, 1)

@@ -4,6 +4,8 @@ Hendrycks & Gimpel 2016, "Gaussian Error Linear Units", section 2: GELU(u) = u·
 erf(u/√2)), and its tanh form u/2·(1 + tanh(√(2/π)·(u + 0.044715·u³))).
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -46,7 +48,7 @@ def bias_gelu_bwd_reference(
     )
     if bias is None:
         return gradient.to(x.dtype), x.new_empty(0)
-    rows = gradient.reshape(-1, x.shape[-1])
+    rows = gradient.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return gradient.to(x.dtype), rows.sum(0).to(bias.dtype)
 
 

@@ -87,11 +87,12 @@ def embed_layer_norm_bwd_reference(
     dy = dy.to(accumulate)
     if threshold > 0:
         dy = torch.where(keep_mask, dy, 0).mul_(dropout_scale(threshold))
+    # Centred first: torch computes h·rstd - mean·rstd, which leaves a rest where h is its mean.
     dh, dweight, dbias = torch.ops.aten.native_layer_norm_backward.default(
         dy,
-        h.to(accumulate),
+        torch.sub(h, mean),
         (h.shape[-1],),
-        mean,
+        torch.zeros_like(mean),
         rstd,
         weight.to(accumulate),
         None if bias is None else bias.to(accumulate),
@@ -119,8 +120,11 @@ def _table_gradient(dh, ids, table, padding_idx) -> torch.Tensor:
     rows = table.shape[0]
     if rows <= 8:
         # A matmul: a handful of rows would make every token wait for the same one.
-        one_hot = (ids[None, :] == torch.arange(rows, device=ids.device)[:, None]).to(dh.dtype)
-        return (one_hot @ dh).to(table.dtype)
+        row = torch.arange(rows, device=ids.device)[:, None]
+        one_hot = ids[None, :] == row
+        if padding_idx is not None:
+            one_hot &= row != padding_idx
+        return (one_hot.to(dh.dtype) @ dh).to(table.dtype)
     skip = -1 if padding_idx is None else padding_idx
     gradient = torch.ops.aten.embedding_dense_backward.default(dh, ids, rows, skip, False)
     return gradient.to(table.dtype)
