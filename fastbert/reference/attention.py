@@ -57,10 +57,13 @@ def attention_reference(
             scores = _scores(q[rows], key, softmax_scale, window, local)
             peak = scores.amax(-1, keepdim=True)
             weights = torch.softmax(scores, -1)
-            if window is not None:
-                weights = weights.masked_fill_(peak == -math.inf, 0)
             # The largest probability is 1 / Σ exp(score - peak).
-            lse[:, rows] = (peak - weights.amax(-1, keepdim=True).log_()).squeeze(-1)
+            tile_lse = peak - weights.amax(-1, keepdim=True).log_()
+            if window is not None:
+                unseen = peak == -math.inf
+                weights.masked_fill_(unseen, 0)
+                tile_lse.masked_fill_(unseen, -math.inf)
+            lse[:, rows] = tile_lse.squeeze(-1)
             if keep is not None:
                 weights = torch.where(keep[:, local], weights, 0).mul_(dropout_scale(threshold))
             out[rows] = torch.bmm(weights.to(q.dtype), value).transpose(0, 1)
