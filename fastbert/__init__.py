@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "accelerate": "fastbert.models.accelerate",
     "refresh": "fastbert.cache",
-    "use_backend": "fastbert.dispatch",
+    "use_backend": "fastbert.ops",
     **dict.fromkeys(
         (
             "BertModel",

@@ -58,7 +58,7 @@ def render(data: dict, as_json: bool = False) -> str:
 
 def _register_ops() -> None:
     """An op is known once its module was imported."""
-    import fastbert.models.bert  # noqa: F401
+    import fastbert.ops  # noqa: F401
 
 
 def _versions() -> dict[str, str]:

@@ -1,0 +1,85 @@
+"""The record of the compiled part: built for this torch, or refused with a remedy."""
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastbert import extension
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_extension_is_loaded_or_says_why_not():
+    reason = extension.load()
+    assert reason is None or reason.startswith("compiled kernels")
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (None, "no build record"),
+        ({"built": False, "torch": None, "reason": "no compiler"}, "not built: no compiler"),
+        (
+            {"built": True, "torch": "2.0.0", "reason": None},
+            "built with torch 2.0.0, this is torch",
+        ),
+    ],
+)
+def test_extension_is_refused_with_a_remedy(tmp_path, record, message):
+    path = tmp_path / "_C.json"
+    if record is not None:
+        path.write_text(json.dumps(record))
+    reason = extension.why_not(path)
+    assert message in reason
+    assert "--no-build-isolation" in reason
+    assert "\n" not in reason
+
+
+def test_extension_of_this_torch_is_taken(tmp_path):
+    if extension.load() is not None:
+        pytest.skip("the compiled part is not built")
+    path = tmp_path / "_C.json"
+    path.write_text(json.dumps({"built": True, "torch": torch.__version__, "reason": None}))
+    assert extension.why_not(path) is None
+
+
+def _build(folder, mode):
+    command = [sys.executable, "setup.py", "-q", "build", "--build-base", str(folder / "base")]
+    command += ["bdist_wheel", "--dist-dir", str(folder)]
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={"FASTBERT_BUILD": mode, "PATH": "/usr/bin:/bin", "HOME": str(folder)},
+    )
+
+
+def test_pure_python_wheel_records_why(tmp_path):
+    run = _build(tmp_path, "none")
+    assert run.returncode == 0, run.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        record = json.loads(archive.read("fastbert/_C.json"))
+    assert record == {"built": False, "torch": None, "reason": "FASTBERT_BUILD=none"}
+    assert {"fastbert/kernels/philox.py", "fastbert/ops/attention.py"} <= names
+    assert not any(name.endswith(".so") or name.startswith("kernels/") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("cuda", "no CUDA C++ kernels"),
+        ("fast", "must be auto, none, cpu or cuda, got 'fast'"),
+    ],
+)
+def test_explicit_build_that_cannot_be_is_an_error(tmp_path, mode, message):
+    run = _build(tmp_path, mode)
+    assert run.returncode != 0
+    assert message in run.stderr

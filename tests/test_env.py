@@ -1,0 +1,24 @@
+"""`fastbert env`: every op, its choice, its reasons, where it has run."""
+
+import json
+import subprocess
+import sys
+
+from fastbert import dispatch, env
+
+
+def test_env_lists_every_op():
+    data = env.report()
+    assert {row["op"] for row in data["ops"]} == dispatch.OPS.keys()
+    text = env.render(data)
+    assert "attention_fwd           cpu: reference" in text
+    assert "checked in Triton's interpreter only" in text
+    assert "torch" in text
+
+
+def test_env_command_prints_json():
+    for command in (["fastbert.env"], ["fastbert", "env"]):
+        run = subprocess.run(
+            [sys.executable, "-m", *command, "--json"], capture_output=True, text=True, check=True
+        )
+        assert json.loads(run.stdout).keys() == env.report().keys()

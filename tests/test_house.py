@@ -1,0 +1,160 @@
+"""The house holds: every op has its files in every room, and imports follow the arrows."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import fastbert.ops  # noqa: F401  registers the ops
+from fastbert.dispatch import OPS
+
+ROOT = Path(__file__).resolve().parents[1]
+FILE = True
+
+# Each place holds FILE or the reason why it is empty.
+LATER = "not written yet"
+ROOMS = {
+    "reference": "fastbert/reference/{}.py",
+    "ops": "fastbert/ops/{}.py",
+    "triton": "kernels/{}.py",
+    "cpu": "csrc/cpu/{}.cpp",
+    "cuda": "csrc/cuda/{}.cu",
+    "test": "tests/ops/test_{}.py",
+    "benchmark": "benchmarks/ops/bench_{}.py",
+}
+CUBLAS = "cuBLAS serves the matmul; bias_gelu is its epilogue"
+TABLE = {
+    # op: reference, ops, triton, cpu, cuda, test, benchmark
+    "add_layer_norm": (FILE, FILE, LATER, LATER, LATER, FILE, FILE),
+    "attention": (FILE, FILE, LATER, LATER, LATER, FILE, FILE),
+    "bias_gelu": (FILE, FILE, FILE, FILE, LATER, FILE, FILE),
+    "embed_layer_norm": (FILE, FILE, LATER, LATER, LATER, FILE, FILE),
+    "linear_gelu": (FILE, FILE, LATER, LATER, CUBLAS, FILE, FILE),
+    "mlm_cross_entropy": (FILE, FILE, LATER, LATER, LATER, FILE, FILE),
+    "philox": (FILE, FILE, FILE, FILE, LATER, FILE, FILE),
+    "unpad": (FILE, FILE, LATER, LATER, LATER, FILE, FILE),
+}
+
+# Package of fastbert to the packages it may import at module level.
+ARROWS = {
+    "fastbert": set(),
+    "fastbert.dispatch": set(),
+    "fastbert.extension": set(),
+    "fastbert.cache": set(),
+    "fastbert.reference": {"fastbert.reference"},
+    "fastbert.ops": {"fastbert.dispatch", "fastbert.reference", "fastbert.ops"},
+    "fastbert.padding": {"fastbert.ops"},
+    "fastbert.encoder": {
+        "fastbert.cache",
+        "fastbert.ops",
+        "fastbert.padding",
+        "fastbert.reference",
+    },
+    "fastbert.models": {
+        "fastbert.cache",
+        "fastbert.dispatch",
+        "fastbert.encoder",
+        "fastbert.models",
+        "fastbert.ops",
+        "fastbert.padding",
+        "fastbert.reference",
+    },
+    "fastbert.env": {"fastbert", "fastbert.dispatch", "fastbert.extension"},
+    "fastbert.cli": set(),
+    "fastbert.__main__": {"fastbert.cli"},
+}
+# What a room may import from outside.
+OUTSIDE = {
+    "fastbert.reference": {"torch"},
+    "fastbert.ops": {"torch"},
+    "fastbert.kernels": {"torch", "triton"},
+}
+STANDARD = {
+    "collections",
+    "contextlib",
+    "dataclasses",
+    "itertools",
+    "math",
+}
+
+
+def _sources():
+    for path in sorted((ROOT / "fastbert").rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        yield name, path
+    for path in sorted((ROOT / "kernels").glob("*.py")):
+        yield f"fastbert.kernels.{path.stem}".removesuffix(".__init__"), path
+
+
+def _room_of(module: str) -> str:
+    parts = module.split(".")
+    return ".".join(parts[:2]) if len(parts) > 1 else module
+
+
+def _imports(path: Path) -> set[str]:
+    """Modules imported at the top level of a file."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                is_module = (ROOT / Path(*inner.split("."))).with_suffix(".py").is_file()
+                found.add(inner if is_module else node.module)
+    return found
+
+
+@pytest.mark.parametrize("op", TABLE)
+def test_every_op_is_in_every_room(op):
+    for (room, pattern), place in zip(ROOMS.items(), TABLE[op], strict=True):
+        path = ROOT / pattern.format(op)
+        if place is FILE:
+            assert path.is_file(), f"{op} has no {path.relative_to(ROOT)}"
+        else:
+            assert not path.exists(), f"{path.relative_to(ROOT)} exists; the table says: {place}"
+        if room in ("triton", "cpu"):
+            members = [o for o in OPS.values() if o.room == op]
+            assert members
+            assert all(o.has(room) == (place is FILE) for o in members)
+
+
+def test_table_names_every_op():
+    assert TABLE.keys() == {op.room for op in OPS.values()}
+
+
+@pytest.mark.parametrize(
+    ("module", "path"), _sources(), ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_imports_follow_the_arrows(module, path):
+    room = _room_of(module)
+    imports = _imports(path)
+    ours = {_room_of(name) for name in imports if name.split(".")[0] == "fastbert"}
+    if room == "fastbert.testing":
+        return
+    allowed = ARROWS.get(room, set())
+    assert ours <= allowed, f"{module} imports {sorted(ours - allowed)}"
+    if room in OUTSIDE:
+        outside = {n.split(".")[0] for n in imports} - {"fastbert"} - STANDARD
+        assert outside <= OUTSIDE[room], f"{module} imports {sorted(outside)}"
+
+
+def test_no_file_is_named_for_nothing():
+    for _, path in _sources():
+        assert path.stem not in ("utils", "misc", "helpers", "common_utils")
+
+
+def test_text_names_no_machine():
+    """No paths of a developer's machine, no host of a package registry."""
+    words = ("/" + "work/", "/" + "root/", "/" + "tmp/", "pypi." + "org", "pythonhosted." + "org")
+    suffixes = {".py", ".md", ".toml", ".h", ".cpp", ".cu", ".txt", ""}
+    skipped = {".git", ".venv", "build", "dist", ".hypothesis", ".pytest_cache", ".ruff_cache"}
+    for path in ROOT.rglob("*"):
+        inside = path.relative_to(ROOT).parts
+        if not path.is_file() or path.suffix not in suffixes or skipped & set(inside):
+            continue
+        if any(part.endswith((".egg-info", "__pycache__")) for part in inside):
+            continue
+        text = path.read_text(errors="ignore")
+        for word in words:
+            assert word not in text, f"{path.relative_to(ROOT)} names {word}"

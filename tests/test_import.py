@@ -1,0 +1,58 @@
+"""Importing fastbert needs neither triton nor the compiled part, and `kernels/` hides nobody."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _run(code, cwd, *args):
+    return subprocess.run(
+        [sys.executable, *args, "-c", code], cwd=cwd, capture_output=True, text=True
+    )
+
+
+def test_import_needs_no_triton_and_no_compiled_part(tmp_path):
+    code = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "triton" or name in ("fastbert._C", "fastbert.kernels"):
+            raise ImportError(name + " was imported")
+sys.meta_path.insert(0, Block())
+import fastbert
+from fastbert import BertModel, accelerate, use_backend
+print(fastbert.__version__, BertModel.__name__)
+"""
+    run = _run(code, tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["0.1.0", "BertModel"]
+
+
+def test_import_names_what_is_missing():
+    run = _run("import fastbert; fastbert.BertMoedl", ROOT)
+    assert "module 'fastbert' has no attribute 'BertMoedl'" in run.stderr
+
+
+def test_kernels_folder_steps_aside_for_the_real_package(tmp_path):
+    package = tmp_path / "kernels"
+    package.mkdir()
+    (package / "__init__.py").write_text("who = 'the real one'\n")
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); import kernels; print(kernels.who)"
+    assert _run(code, ROOT).stdout.strip() == "the real one"
+
+
+def test_kernels_folder_alone_says_what_it_is():
+    """transformers imports any package of that name, so importing it must not raise."""
+    run = _run("import kernels; print(kernels.__version__); kernels.get_kernel", ROOT, "-S")
+    assert run.stdout.strip() == "0.0.0"
+    assert "import fastbert.kernels" in run.stderr
+
+
+def test_transformers_imports_from_the_repository_root():
+    run = _run(
+        "from transformers.utils.import_utils import is_kernels_available as k; print(k())", ROOT
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "False"
