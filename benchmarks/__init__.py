@@ -1,0 +1,1 @@
+"""Benchmarks: `pytest benchmarks --benchmark-only`; each op is checked before it is timed."""

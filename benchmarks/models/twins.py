@@ -1,0 +1,62 @@
+"""Pairs of models, ours and transformers' sdpa, with the same weights, and batches for them."""
+
+import torch
+import transformers
+
+import fastbert
+from fastbert.testing.models import assert_packed
+
+from ..shapes import MASKED, SEED
+
+
+def twins(name: str, settings: dict, dtype: torch.dtype = torch.float32) -> dict:
+    """`{"fastbert": model, "transformers": model}`, same weights, sdpa, dropout 0.1."""
+    torch.manual_seed(SEED)
+    config = transformers.BertConfig(**settings)
+    config._attn_implementation = "sdpa"
+    theirs = getattr(transformers, name)(config).to(dtype)
+    ours = getattr(fastbert, name)(config).to(dtype)
+    ours.load_state_dict(theirs.state_dict())
+    return {"fastbert": ours, "transformers": theirs}
+
+
+def padded(batch: tuple[list[int], int], vocab_size: int) -> dict[str, torch.Tensor]:
+    """input_ids and attention_mask of a batch of the given lengths."""
+    lengths, longest = batch
+    mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
+    ids = torch.randint(5, vocab_size, mask.shape, generator=torch.Generator().manual_seed(SEED))
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def with_labels(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Labels on 15 % of the real tokens."""
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    chance = torch.rand(ids.shape, generator=torch.Generator().manual_seed(SEED + 1))
+    return {**inputs, "labels": ids.masked_fill((chance >= MASKED) | (mask == 0), -100)}
+
+
+def check_equal(models: dict, inputs: dict, tolerance: float) -> None:
+    """Refuses to time models that disagree at real tokens, or that ran on padded rows."""
+    real = inputs["attention_mask"] != 0
+    with torch.no_grad(), assert_packed():
+        ours = models["fastbert"].eval()(**inputs)
+    with torch.no_grad():
+        theirs = models["transformers"].eval()(**inputs)
+    key = "last_hidden_state" if hasattr(ours, "last_hidden_state") else "logits"
+    a, b = ours[key][real].double(), theirs[key][real].double()
+    error = ((a - b).norm() / b.norm()).item()
+    assert error <= tolerance, f"relative error {error:.2e}, allowed {tolerance:.0e}"
+
+
+def masked_lm_step(model, inputs, optimizer, autocast: bool):
+    """One training step as a function: forward, backward, fused AdamW, gradients dropped."""
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    return step

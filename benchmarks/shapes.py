@@ -1,0 +1,45 @@
+"""Sizes, lengths and seeds of every benchmark, as literals."""
+
+SEED = 20_260_101
+
+# BERT-base (Devlin et al. 2019) and the 6-layer MiniLM encoder.
+BASE = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "vocab_size": 30_522,
+}
+MINILM = {
+    "hidden_size": 384,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "intermediate_size": 1536,
+    "vocab_size": 30_522,
+}
+
+# Lengths of the sequences of a batch, and the length it is padded to.
+DENSE_8X128 = ([128] * 8, 128)
+RAGGED_32X128 = (
+    [
+        *(128, 12, 9, 31, 44, 23, 17, 64, 8, 35, 27, 90, 14, 11, 52, 39),
+        *(20, 16, 70, 6, 25, 33, 48, 10, 29, 18, 61, 22, 13, 40, 36, 95),
+    ],
+    128,
+)
+RAGGED_8X512 = ([512, 60, 190, 33, 410, 101, 275, 18], 512)
+TINY = ([5, 3, 9], 9)
+
+BATCHES = {
+    "dense-8x128": DENSE_8X128,
+    "ragged-32x128": RAGGED_32X128,
+    "ragged-8x512": RAGGED_8X512,
+}
+MASKED = 0.15
+
+
+def describe(batch: tuple[list[int], int]) -> str:
+    """`1146 of 4096 tokens real (72 % padding)`."""
+    lengths, longest = batch
+    real, total = sum(lengths), len(lengths) * longest
+    return f"{real} of {total} tokens real ({100 - round(100 * real / total)} % padding)"
