@@ -176,10 +176,10 @@ def _stacked_linear(modules, x: torch.Tensor, cache: WeightCache | None, key) ->
     """The outputs of several Linears of one input side by side, by one matmul."""
     dtype = compute_dtype(x)
     weight = packed_weight(cache, key, [m.weight for m in modules], dtype)
-    biases = [m.bias for m in modules]
-    bias = None
-    if all(b is not None for b in biases):
-        bias = packed_weight(cache, f"{key}_bias", biases, dtype)
+    if all(m.bias is None for m in modules):
+        return F.linear(x, weight)
+    biases = [m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in modules]
+    bias = packed_weight(cache, f"{key}_bias", biases, dtype)
     return F.linear(x, weight, bias)
 
 

@@ -1,5 +1,7 @@
 """Pairs of models with equal weights, ours and transformers', and batches to compare them on."""
 
+import copy
+
 import torch
 import transformers
 
@@ -51,9 +53,9 @@ def model_pair(
     config._attn_implementation = "eager"
     if name == "BertForQuestionAnswering":
         config.num_labels = 2
-    theirs = getattr(transformers, name)(config, **kwargs)
+    theirs = getattr(transformers, name)(copy.deepcopy(config), **kwargs)
     lively_(theirs, seed + 1)
-    ours = getattr(fastbert, name)(config, **kwargs)
+    ours = getattr(fastbert, name)(copy.deepcopy(config), **kwargs)
     ours.load_state_dict(theirs.state_dict())
     return ours.to(dtype).eval(), theirs.to(dtype).eval()
 
