@@ -1,0 +1,246 @@
+"""Injects one fault at a time into a copy of the source and demands that the suite notices.
+
+    python tests/teeth.py [NAME ...]
+
+Each fault is a replacement in one file and the tests that must fail for it. A fault whose text is
+no longer found is an error too: it has to follow the code.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# name: file, what stands there, what is put in its place, tests of which one must fail
+FAULTS = {
+    "mask ignored": (
+        "fastbert/padding.py",
+        "real = (attention_mask.to(device) != 0).reshape(-1)",
+        "real = (attention_mask.to(device) == attention_mask.to(device)).reshape(-1)",
+        "tests/models/test_bert_parity.py",
+    ),
+    "query-only rows become keys": (
+        "fastbert/padding.py",
+        "kv_indices = _nonzero(real[indices], num_real)",
+        "kv_indices = _nonzero(torch.ones_like(indices, dtype=torch.bool), num_computed)",
+        "tests/test_padding.py",
+    ),
+    "first row of left padding wrong": (
+        "fastbert/padding.py",
+        "first = torch.where(is_real, first, first + self.cu_seqlens_k.diff())",
+        "first = torch.where(is_real, first, first)",
+        "tests/models/test_bert_first.py",
+    ),
+    "bias gradient dropped": (
+        "fastbert/reference/bias_gelu.py",
+        "rows.sum(0).to(bias.dtype)",
+        "rows.sum(0).to(bias.dtype) * 0",
+        "tests/ops/test_bias_gelu.py",
+    ),
+    "linear bias gradient dropped": (
+        "fastbert/reference/add_layer_norm.py",
+        "dbranch.sum(0).to(linear_bias.dtype)",
+        "dbranch.sum(0).to(linear_bias.dtype) * 0",
+        "tests/models/test_bert_parity.py",
+    ),
+    "dropout rescale missing": (
+        "fastbert/reference/add_layer_norm.py",
+        "scale = dropout_scale(threshold)",
+        "scale = 1.0",
+        "tests/ops/test_add_layer_norm.py",
+    ),
+    "dropout mask of backward differs": (
+        "fastbert/ops/add_layer_norm.py",
+        "threshold, keep = _keep_mask(h, dropout_p, site, rng_state)",
+        "threshold, keep = _keep_mask(h, dropout_p, site + 1, rng_state)",
+        "tests/ops/test_add_layer_norm.py",
+    ),
+    "two dropouts share a site": (
+        "fastbert/encoder.py",
+        "site = layer_site(spec.index, PLACE_FFN_OUTPUT)",
+        "site = layer_site(spec.index, PLACE_ATTENTION_OUTPUT)",
+        "tests/models/test_bert_dropout.py",
+    ),
+    "one round of Philox less": (
+        "fastbert/reference/philox.py",
+        "ROUNDS = 7",
+        "ROUNDS = 6",
+        "tests/ops/test_philox.py",
+    ),
+    "threshold off by one": (
+        "fastbert/reference/philox.py",
+        "keep = _halves(words) >= threshold\n        chunks",
+        "keep = _halves(words) > threshold\n        chunks",
+        "tests/ops/test_philox.py",
+    ),
+    "window off by one": (
+        "fastbert/reference/attention.py",
+        "inside &= offset <= right",
+        "inside &= offset < right",
+        "tests/ops/test_attention.py",
+    ),
+    "softmax scale ignored": (
+        "fastbert/reference/attention.py",
+        ".mul_(softmax_scale)\n    if window",
+        ".mul_(1.0)\n    if window",
+        "tests/ops/test_attention.py",
+    ),
+    "softmax gradient without its row sum": (
+        "fastbert/reference/attention.py",
+        "dscores = dscores.mul_(softmax_scale).to(q.dtype)",
+        "dscores = (dweights * weights).mul_(softmax_scale).to(q.dtype)",
+        "tests/ops/test_attention.py",
+    ),
+    "erf GELU becomes tanh": (
+        "fastbert/models/bert.py",
+        'activation is nn.functional.gelu:\n        return "none"',
+        'activation is nn.functional.gelu:\n        return "tanh"',
+        "tests/models/test_bert_parity.py",
+    ),
+    "padding id gets a gradient": (
+        "fastbert/reference/embed_layer_norm.py",
+        "one_hot &= row != padding_idx",
+        "one_hot &= row >= 0",
+        "tests/ops/test_embed_layer_norm.py",
+    ),
+    "position ids ignored": (
+        "fastbert/models/bert.py",
+        "if position_ids is None:\n            position_ids = embeddings.position_ids",
+        "if True:\n            position_ids = embeddings.position_ids",
+        "tests/models/test_bert_inputs.py",
+    ),
+    "stale cache after a fused optimizer": (
+        "fastbert/cache.py",
+        "if found is not None and found[0].matches(tensors):",
+        "if found is not None:",
+        "tests/models/test_bert_first.py",
+    ),
+    "cache in a deep copy": (
+        "fastbert/cache.py",
+        "    def __deepcopy__(self, memo):\n        return WeightCache()",
+        "    def __deepcopy__(self, memo):\n        return self",
+        "tests/models/test_bert_cache.py",
+    ),
+    "num_items_in_batch ignored": (
+        "fastbert/models/losses.py",
+        "return losses.sum() / num_items_in_batch",
+        "return losses.sum() / (labels != IGNORE_INDEX).sum().clamp(min=1)",
+        "tests/models/test_bert_outputs.py",
+    ),
+    "logits read after the weights changed": (
+        "fastbert/models/outputs.py",
+        "if not self._fingerprint.matches(self._weights):",
+        "if False:",
+        "tests/models/test_bert_outputs.py",
+    ),
+    "logits computed by containers": (
+        "fastbert/models/outputs.py",
+        "if func is torch.Tensor.float and len(args) == 1 and not kwargs:",
+        "if False:",
+        "tests/models/test_bert_ecosystem.py",
+    ),
+    "ignored labels count": (
+        "fastbert/reference/mlm_cross_entropy.py",
+        "loss[rows] = torch.where(counted[rows], nll, 0)",
+        "loss[rows] = nll",
+        "tests/ops/test_mlm_cross_entropy.py",
+    ),
+    "a chunk of the decoder gradient lost": (
+        "fastbert/reference/mlm_cross_entropy.py",
+        "chunks = [chunks[0].to(accumulate).add_(product)] if chunks else [product]",
+        "chunks = [product]",
+        "tests/ops/test_mlm_cross_entropy.py",
+    ),
+    "second order in silence": (
+        "fastbert/dispatch.py",
+        "if torch.is_grad_enabled() and not torch.compiler.is_compiling():\n        raise",
+        "if False:\n        raise",
+        "tests/ops/test_unpad.py",
+    ),
+    "fallback to transformers everywhere": (
+        "fastbert/models/bert.py",
+        'if self.config.is_decoder:\n            return "the model is a decoder"',
+        'if True:\n            return "the model is a decoder"',
+        "tests/models/test_bert_parity.py",
+    ),
+    "Triton bias gradient reads one row too few": (
+        "kernels/bias_gelu.py",
+        "tl.minimum(part * ROWS + ROWS, num_rows)",
+        "tl.minimum(part * ROWS + ROWS - 1, num_rows)",
+        "tests/ops/test_bias_gelu.py",
+    ),
+    "Triton halves swapped": (
+        "kernels/philox.py",
+        "tl.join(pairs & 0xFFFF, pairs >> 16)",
+        "tl.join(pairs >> 16, pairs & 0xFFFF)",
+        "tests/ops/test_philox.py",
+    ),
+}
+COPIED = ("fastbert", "kernels", "csrc", "tests", "benchmarks", "examples", "pyproject.toml")
+
+
+def copy_source(folder: Path) -> None:
+    """The parts of the checkout that tests read, the compiled part among them."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=ignore)
+        else:
+            shutil.copy(source, folder / name)
+
+
+def run_tests(folder: Path, *tests: str) -> subprocess.CompletedProcess:
+    """The tests on the copy, whose `fastbert` comes before the installed one."""
+    installed_kernels = folder / "fastbert" / "kernels"
+    shutil.rmtree(installed_kernels, ignore_errors=True)
+    shutil.copytree(folder / "kernels", installed_kernels)
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def bite(folder: Path, name: str) -> str | None:
+    """Injects the fault and returns what is wrong with the suite, None if it noticed."""
+    file, right, wrong, tests = FAULTS[name]
+    path = folder / file
+    source = path.read_text()
+    if source.count(right) != 1:
+        return f"the text of this fault stands {source.count(right)} times in {file}"
+    path.write_text(source.replace(right, wrong))
+    run = run_tests(folder, tests)
+    path.write_text(source)
+    if run.returncode == 0:
+        return f"{tests} passed"
+    if "failed" not in run.stdout:
+        return f"{tests} did not run: {(run.stdout + run.stderr)[-400:]}"
+    return None
+
+
+def main() -> int:
+    names = sys.argv[1:] or list(FAULTS)
+    unnoticed = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        copy_source(folder)
+        whole = run_tests(folder, *sorted({FAULTS[name][3] for name in names}))
+        if whole.returncode != 0:
+            print(f"the suite fails without a fault:\n{whole.stdout[-2000:]}")
+            return 1
+        for name in names:
+            problem = bite(folder, name)
+            unnoticed += problem is not None
+            print(
+                f"{'noticed' if problem is None else 'NOT NOTICED':12} {name} {problem or ''}",
+                flush=True,
+            )
+    print(f"{len(names) - unnoticed} of {len(names)} faults noticed")
+    return int(unnoticed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
