@@ -63,12 +63,6 @@ class EncoderLayerSpec:
     softmax_scale: float
     attention_dropout_p: float
 
-    def dropout_active(self) -> bool:
-        """Whether this layer reads the rng_state."""
-        return self.attention_dropout_p > 0 or any(
-            dropout_p(m) > 0 for m in (self.attention_output_dropout, self.output_dropout)
-        )
-
 
 def encoder_layer(
     spec: EncoderLayerSpec,

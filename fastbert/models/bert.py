@@ -53,6 +53,7 @@ from fastbert.models.signature import transformers_signature
 from fastbert.ops.embed_layer_norm import embed_layer_norm
 from fastbert.ops.linear_gelu import linear_gelu
 from fastbert.ops.mlm_cross_entropy import mlm_cross_entropy
+from fastbert.ops.philox import draw_rng_state
 from fastbert.ops.unpad import unpad
 from fastbert.padding import (
     PackedBatch,
@@ -77,6 +78,8 @@ PACKED_KEYWORDS = {
     "max_length_k",
 }
 OUR_KEYWORDS = {"rng_state", "required_rows"}
+# transformers' attentions that read cu_seq_lens_q themselves.
+PACKED_ATTENTION = {"flash_attention_2", "flash_attention_3"}
 
 
 def gelu_form(activation) -> str | None:
@@ -124,6 +127,15 @@ class BertLayer(CachesWeights, modeling_bert.BertLayer):
             head_dim=attention.attention_head_size,
             softmax_scale=attention.scaling,
             attention_dropout_p=attention.dropout.p if attention.training else 0.0,
+        )
+
+    def dropout_active(self) -> bool:
+        """Whether this layer reads the rng_state; each dropout goes by its own training flag."""
+        attention = self.attention
+        return (
+            dropout_p(attention.output.dropout) > 0
+            or dropout_p(self.output.dropout) > 0
+            or (attention.self.training and attention.self.dropout.p > 0)
         )
 
     def why_not_packed(self) -> str | None:
@@ -230,16 +242,23 @@ class BertModel(transformers.BertModel):
         dispatch.log_once("BertModel", "packed rows", reason)
         dispatch.count("bert_model", "padded")
         kwargs = {k: v for k, v in kwargs.items() if k not in OUR_KEYWORDS}
-        input_ids, mask, *rest = inputs
-        if not isinstance(mask, torch.Tensor):
-            pass
-        elif mask.dim() == 4 and mask.dtype == torch.bool:
+        input_ids, mask, token_type_ids, position_ids, inputs_embeds = inputs
+        tokens = inputs_embeds if input_ids is None else input_ids
+        starts = kwargs.get("cu_seq_lens_q")
+        if starts is not None and tokens is not None:
+            if self.config._attn_implementation not in PACKED_ATTENTION:
+                # transformers' attention would let the sequences of the row see each other.
+                mask = _block_mask(starts, mask, tokens)
+            if position_ids is None:
+                position_ids = restarting_positions(starts, tokens.shape[1])
+        if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.dtype == torch.bool:
             mask = _additive(mask, self.dtype)
-        elif mask.dim() != 4 and kwargs.get("cache") is None and not _is_traced():
-            tokens = rest[2] if input_ids is None else input_ids
+        elif _is_checkable(mask, tokens, kwargs):
             check_mask_shape("attention_mask", mask, *tokens.shape[:2])
         with self._attention_that_returns_weights(kwargs):
-            return super().forward(input_ids, mask, *rest, **kwargs)
+            return super().forward(
+                input_ids, mask, token_type_ids, position_ids, inputs_embeds, **kwargs
+            )
 
     def _attention_that_returns_weights(self, kwargs):
         wanted = kwargs.get("output_attentions", getattr(self.config, "output_attentions", False))
@@ -292,7 +311,7 @@ class BertModel(transformers.BertModel):
                 first_rows=self.pooler is not None,
             )
         if rng_state is None and self._dropout_active():
-            rng_state = torch.empty(2, dtype=torch.int64, device=tokens.device).random_()
+            rng_state = draw_rng_state(tokens)
         if output_hidden_states is None:
             output_hidden_states = getattr(self.config, "output_hidden_states", False)
         dispatch.count("bert_model", "packed")
@@ -372,10 +391,8 @@ class BertModel(transformers.BertModel):
         )
 
     def _dropout_active(self) -> bool:
-        if not self.training and not any(m.training for m in self.encoder.layer):
-            return False
         return dropout_p(self.embeddings.dropout) > 0 or any(
-            layer.spec().dropout_active() for layer in self.encoder.layer
+            layer.dropout_active() for layer in self.encoder.layer
         )
 
     def _check_length(self, seqlen: int, position_ids) -> None:
@@ -397,6 +414,25 @@ def _packed_by_caller(mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_leng
         raise ValueError("cu_seq_lens_k must equal cu_seq_lens_q in self-attention")
     lengths = [int(n) for n in (max_length_q, max_length_k) if n is not None]
     return packed_input(cu_seq_lens_q, *size, max(lengths) if lengths else None)
+
+
+def _is_checkable(mask, tokens, kwargs) -> bool:
+    """Whether a mask has to have the shape of the tokens: not per query, no cache before them."""
+    return (
+        isinstance(mask, torch.Tensor)
+        and mask.dim() != 4
+        and tokens is not None
+        and kwargs.get("cache") is None
+        and not _is_traced()
+    )
+
+
+def _block_mask(cu_seqlens, mask, tokens) -> torch.Tensor:
+    """`(1, 1, T, T)` bool of packed input: rows of one sequence see each other."""
+    _packed_by_caller(mask, cu_seqlens, None, None, None, tokens.shape[:2])
+    rows = torch.arange(tokens.shape[1], device=tokens.device)
+    sequence = torch.bucketize(rows, cu_seqlens[1:], right=True)
+    return (sequence[:, None] == sequence[None, :])[None, None]
 
 
 def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ implementation of the stream, and the tests.
 
 import torch
 
+from fastbert import dispatch
 from fastbert.dispatch import register_op
 from fastbert.reference.philox import (
     dropout_threshold,
@@ -43,6 +44,28 @@ score_keep_mask_op = register_op(
     triton="fastbert.kernels.philox:score_keep_mask",
     cpu=True,
 )
+
+
+def _draw_rng_state(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(2, dtype=torch.int64, device=like.device).random_()
+
+
+# An op of its own: Dynamo does not trace random_, and the tag keeps draws from being merged.
+dispatch.LIBRARY.define(
+    "draw_rng_state(Tensor like) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded),
+)
+dispatch.LIBRARY.impl("draw_rng_state", _draw_rng_state, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "fastbert::draw_rng_state",
+    lambda like: like.new_empty(2, dtype=torch.int64),
+    lib=dispatch.LIBRARY,
+)
+
+
+def draw_rng_state(like: torch.Tensor) -> torch.Tensor:
+    """`(2,)` int64 (seed, offset) by `random_()` from torch's generator of `like`'s device."""
+    return torch.ops.fastbert.draw_rng_state.default(like)
 
 
 def check_rng_state(name: str, rng_state: torch.Tensor | None, device: torch.device) -> None:

@@ -177,6 +177,19 @@ def test_dropout_obeys_each_module():
     torch.testing.assert_close(loss, theirs(**inputs).loss, rtol=1e-5, atol=1e-5)
 
 
+def test_dropout_modules_alone_in_training():
+    """Monte-Carlo dropout: the model in eval, its dropout modules in training."""
+    config = small_bert_config()
+    model, _ = model_pair("BertModel", config)
+    inputs = head_inputs("BertModel", padded_batch(LENGTHS, 99, seed=1), config)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.train()
+    with torch.no_grad(), assert_packed():
+        first, second = (model(**inputs).last_hidden_state for _ in range(2))
+    assert not torch.equal(first, second)
+
+
 def test_dropout_of_everything():
     config = small_bert_config(hidden_dropout_prob=1.0, attention_probs_dropout_prob=1.0)
     model, _ = model_pair("BertForMaskedLM", config)

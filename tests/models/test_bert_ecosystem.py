@@ -330,6 +330,33 @@ def test_trainer_in_bf16_never_computes_logits(tmp_path, monkeypatch):
     assert computed == []
 
 
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_distributed_data_parallel(find_unused, tmp_path):
+    """DDP walks the outputs; logits nobody reads stay uncomputed, unless it clones every output
+    to find unused parameters."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        config = small_bert_config(**OFF)
+        ours, theirs = model_pair("BertForMaskedLM", config)
+        inputs = head_inputs("BertForMaskedLM", padded_batch((7, 3), 99, seed=1), config)
+        wrapped = torch.nn.parallel.DistributedDataParallel(
+            ours.train(), find_unused_parameters=find_unused
+        )
+        outputs = wrapped(**inputs)
+        outputs.loss.backward()
+        if not find_unused:
+            assert dict(outputs.items())["logits"].deferred._value is None
+        theirs.train()(**inputs).loss.backward()
+        for name, gradient in gradients(theirs).items():
+            torch.testing.assert_close(
+                gradients(ours)[name], gradient, rtol=1e-3, atol=1e-5, msg=name
+            )
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_pipeline_fill_mask(real_checkpoint):
     """The tokenizer of the real checkpoint and a model with random heads, ours and theirs."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(real_checkpoint)

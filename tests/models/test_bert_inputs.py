@@ -150,6 +150,17 @@ def test_packed_input_from_the_flattening_collator(pair, inputs):
     _close(packed, expected)
 
 
+def test_packed_input_on_transformers_path_keeps_sequences_apart(pair):
+    """Attention weights need transformers' forward, whose sdpa ignores cu_seq_lens_q."""
+    ids = torch.randint(1, 99, (1, 12))
+    starts = torch.tensor([0, 5, 12], dtype=torch.int32)
+    with torch.no_grad():
+        packed = pair[0](ids, cu_seq_lens_q=starts)
+        padded = pair[0](ids, cu_seq_lens_q=starts, output_attentions=True)
+    _close(padded.last_hidden_state, packed.last_hidden_state)
+    assert not padded.attentions[0][..., :5, 5:].any()
+
+
 @pytest.mark.parametrize(
     "cu_seqlens",
     [[0, 3], [1, 12], [0, 9, 5, 12], [0.0, 12.0]],
