@@ -29,10 +29,12 @@ bench: .venv/.installed
 lint: .venv/.installed
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	.venv/bin/clang-format --dry-run --Werror $(SOURCES) $(wildcard tests/csrc/*.cu)
 
 format: .venv/.installed
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+	.venv/bin/clang-format -i $(SOURCES) $(wildcard tests/csrc/*.cu)
 
 env: .venv/.installed
 	$(PY) -m fastbert.env

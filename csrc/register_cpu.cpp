@@ -9,8 +9,7 @@ namespace fastbert {
 at::Tensor row_keep_mask_cpu(const at::Tensor&, int64_t, int64_t, int64_t, int64_t);
 at::Tensor score_keep_mask_cpu(const at::Tensor&, const at::Tensor&, int64_t, int64_t, int64_t,
                                int64_t, int64_t);
-at::Tensor bias_gelu_fwd_cpu(const at::Tensor&, const std::optional<at::Tensor>&,
-                             std::string_view);
+at::Tensor bias_gelu_fwd_cpu(const at::Tensor&, const std::optional<at::Tensor>&, std::string_view);
 std::tuple<at::Tensor, at::Tensor> bias_gelu_bwd_cpu(const at::Tensor&, const at::Tensor&,
                                                      const std::optional<at::Tensor>&,
                                                      std::string_view);
@@ -26,7 +25,7 @@ TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
 
 // An empty module: importing it runs the registrations above.
 extern "C" PyObject* PyInit__C(void) {
-  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr,
-                               nullptr,               nullptr, nullptr, nullptr};
+  static PyModuleDef module = {
+      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }

@@ -7,7 +7,7 @@
 #if defined(__CUDACC__)
 #define FASTBERT_HOST_DEVICE __host__ __device__ __forceinline__
 #else
-#define FASTBERT_HOST_DEVICE inline
+#define FASTBERT_HOST_DEVICE inline __attribute__((always_inline))
 #endif
 
 namespace fastbert {
@@ -36,6 +36,8 @@ FASTBERT_HOST_DEVICE PhiloxWords philox4x32_7(uint32_t c0, uint32_t c1, uint32_t
                                               uint32_t k0, uint32_t k1) {
 #if defined(__CUDACC__)
 #pragma unroll
+#else
+#pragma GCC unroll 7
 #endif
   for (int round = 0; round < 7; ++round) {
     const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c0;

@@ -57,8 +57,7 @@ FASTBERT_EACH_ISA void gelu_erf_grad_block(const float* dy, const float* u, floa
   }
 }
 
-FASTBERT_EACH_ISA void gelu_tanh_grad_block(const float* dy, const float* u, float* dx,
-                                            int64_t n) {
+FASTBERT_EACH_ISA void gelu_tanh_grad_block(const float* dy, const float* u, float* dx, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const float v = u[i];
     const float z = kTanhScale * (v + kTanhCubic * v * v * v);

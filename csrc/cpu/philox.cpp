@@ -1,8 +1,7 @@
 // Keep masks of both dropout maps as tensors.
 //
-// Philox runs on blocks of 16 calls held in arrays, one counter a lane, which the compiler turns
-// into vector code for each instruction set. The rounds are those of philox.h, which the tests
-// compare with this file bit for bit.
+// Philox runs on blocks of 16 calls, one counter a lane, which the compiler turns into vector code
+// for each instruction set.
 #include "common/philox.h"
 
 #include <ATen/ATen.h>
@@ -17,34 +16,18 @@ namespace fastbert {
 constexpr int kLanes = 16;
 constexpr int64_t kGrain = 4096;  // calls a thread should get at least
 
-// bits[lane][word][half] of calls with counters (c0[lane], c1[lane], site, offset).
-FASTBERT_EACH_ISA void philox_block(const DropoutStream& s, const uint32_t* c0_in,
-                                    const uint32_t* c1_in, uint16_t* bits) {
-  uint32_t c0[kLanes], c1[kLanes], c2[kLanes], c3[kLanes];
+// bits[lane][word][half] of the calls with counters (c0[lane], c1[lane], site, offset).
+FASTBERT_EACH_ISA void philox_block(const DropoutStream& s, const uint32_t* c0, const uint32_t* c1,
+                                    uint16_t* bits) {
+  uint32_t words[4][kLanes];
   for (int i = 0; i < kLanes; ++i) {
-    c0[i] = c0_in[i];
-    c1[i] = c1_in[i];
-    c2[i] = s.site;
-    c3[i] = s.offset;
-  }
-  uint32_t k0 = s.key_low, k1 = s.key_high;
-  for (int round = 0; round < 7; ++round) {
-    for (int i = 0; i < kLanes; ++i) {
-      const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c0[i];
-      const uint64_t p1 = static_cast<uint64_t>(0xCD9E8D57u) * c2[i];
-      c0[i] = static_cast<uint32_t>(p1 >> 32) ^ c1[i] ^ k0;
-      c2[i] = static_cast<uint32_t>(p0 >> 32) ^ c3[i] ^ k1;
-      c1[i] = static_cast<uint32_t>(p1);
-      c3[i] = static_cast<uint32_t>(p0);
-    }
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
+    const PhiloxWords w = philox4x32_7(c0[i], c1[i], s.site, s.offset, s.key_low, s.key_high);
+    for (int k = 0; k < 4; ++k) words[k][i] = w.word[k];
   }
   for (int i = 0; i < kLanes; ++i) {
-    const uint32_t words[4] = {c0[i], c1[i], c2[i], c3[i]};
-    for (int w = 0; w < 4; ++w) {
-      bits[i * 8 + 2 * w] = static_cast<uint16_t>(words[w]);
-      bits[i * 8 + 2 * w + 1] = static_cast<uint16_t>(words[w] >> 16);
+    for (int k = 0; k < 4; ++k) {
+      bits[i * 8 + 2 * k] = static_cast<uint16_t>(words[k][i]);
+      bits[i * 8 + 2 * k + 1] = static_cast<uint16_t>(words[k][i] >> 16);
     }
   }
 }
@@ -72,8 +55,7 @@ void row_keep_mask_rows(const DropoutStream& s, int64_t columns, int64_t begin, 
       philox_block(s, low, high, bits);
       const int64_t column = first * 8;
       compare_bits(bits, static_cast<uint16_t>(s.threshold),
-                   std::min<int64_t>(kLanes * 8, columns - column),
-                   mask + row * columns + column);
+                   std::min<int64_t>(kLanes * 8, columns - column), mask + row * columns + column);
     }
   }
 }

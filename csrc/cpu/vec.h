@@ -10,7 +10,8 @@
 // One copy of the function per instruction set, chosen by the loader. Only on free functions that
 // are no templates: the resolver needs one symbol.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-#define FASTBERT_EACH_ISA __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+#define FASTBERT_EACH_ISA \
+  __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #else
 #define FASTBERT_EACH_ISA
 #endif
@@ -28,7 +29,8 @@ FASTBERT_INLINE float power_of_two(int32_t n) {
   return value;
 }
 
-// exp(x) for x <= 0: x = n ln2 + r with |r| <= ln2/2, a polynomial in r, then 2^n. 0 below -87.3, where floats stop being normal. NaN in, NaN out.
+// exp(x) for x <= 0: x = n ln2 + r with |r| <= ln2/2, a polynomial in r, then 2^n. 0 below -87.3,
+// where floats stop being normal. NaN in, NaN out.
 FASTBERT_INLINE float exp_negative(float x) {
   const float low = -87.33654f;
   const float clamped = x < low ? low : x;
