@@ -34,7 +34,7 @@ class EncoderLayerSpec:
     """One post-norm layer: its modules and numbers.
 
     Attributes:
-        index: layer number from 0; decides the dropout sites.
+        index: place in the encoder from 0; decides the dropout sites.
         query, key, value, attention_output: C to C projections.
         intermediate: C to F. output: F to C.
         activation: the activation module or function. approximate: `none` or `tanh` where it is a
@@ -234,9 +234,14 @@ def is_unhooked(module: nn.Module) -> bool:
     )
 
 
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is no subclass: quantised and sharded weights are, inside plain modules."""
+    return type(tensor) in (nn.Parameter, torch.Tensor)
+
+
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether `module` is an unhooked nn.Linear and nothing derived from it."""
-    return type(module) is nn.Linear and is_unhooked(module)
+    """Whether `module` is an unhooked nn.Linear, not derived, over an ordinary weight."""
+    return type(module) is nn.Linear and is_ordinary(module.weight) and is_unhooked(module)
 
 
 def is_plain_norm(module: nn.Module) -> bool:
@@ -244,6 +249,7 @@ def is_plain_norm(module: nn.Module) -> bool:
     return (
         type(module) is nn.LayerNorm
         and module.weight is not None
+        and is_ordinary(module.weight)
         and len(module.normalized_shape) == 1
         and is_unhooked(module)
     )

@@ -36,6 +36,7 @@ from fastbert.encoder import (
     compute_dtype,
     dropout_p,
     encoder_layer,
+    is_ordinary,
     is_plain_dropout,
     is_plain_linear,
     is_plain_norm,
@@ -72,12 +73,13 @@ PACKED_KEYWORDS = {
     "num_items_in_batch",
     "rng_state",
     "required_rows",
+    "keep_rows",
     "cu_seq_lens_q",
     "cu_seq_lens_k",
     "max_length_q",
     "max_length_k",
 }
-OUR_KEYWORDS = {"rng_state", "required_rows"}
+OUR_KEYWORDS = {"rng_state", "required_rows", "keep_rows"}
 # transformers' attentions that read cu_seq_lens_q themselves.
 PACKED_ATTENTION = {"flash_attention_2", "flash_attention_3"}
 
@@ -101,16 +103,17 @@ def gelu_form(activation) -> str | None:
 class BertLayer(CachesWeights, modeling_bert.BertLayer):
     """transformers' `BertLayer`, which given a `packed` batch runs fused on packed rows."""
 
-    def forward(self, hidden_states, *args, packed=None, rng_state=None, **kwargs):
+    def forward(self, hidden_states, *args, packed=None, index=0, rng_state=None, **kwargs):
         if packed is None:
             return super().forward(hidden_states, *args, **kwargs)
-        return encoder_layer(self.spec(), hidden_states, packed, rng_state, self.weight_cache)
+        spec = self.spec(index)
+        return encoder_layer(spec, hidden_states, packed, rng_state, self.weight_cache)
 
-    def spec(self) -> EncoderLayerSpec:
-        """The layer's modules in the encoder's terms."""
+    def spec(self, index: int) -> EncoderLayerSpec:
+        """The layer's modules in the encoder's terms, at place `index` of the encoder."""
         attention, attention_output = self.attention.self, self.attention.output
         return EncoderLayerSpec(
-            index=attention.layer_idx,
+            index=index,
             query=attention.query,
             key=attention.key,
             value=attention.value,
@@ -177,6 +180,7 @@ class BertModel(transformers.BertModel):
             torch's generator if None.
         required_rows: `(B, S)` bool, padded positions whose output is wanted nevertheless, as a
             padded model computes it.
+        keep_rows: leave the packed rows on the output object, for a head.
 
     Raises:
         ValueError: both or neither of input_ids and inputs_embeds, or shapes that do not fit.
@@ -282,6 +286,7 @@ class BertModel(transformers.BertModel):
         cu_seq_lens_k=None,
         max_length_q=None,
         max_length_k=None,
+        keep_rows=False,
         **ignored,
     ):
         if (input_ids is None) == (inputs_embeds is None):
@@ -320,6 +325,7 @@ class BertModel(transformers.BertModel):
             (input_ids, token_type_ids, position_ids, inputs_embeds),
             rng_state,
             required_rows is not None,
+            keep_rows,
             output_hidden_states=output_hidden_states,
             return_dict=True,
         )
@@ -333,10 +339,12 @@ class BertModel(transformers.BertModel):
         return outputs if return_dict else outputs.to_tuple()
 
     @capture_outputs
-    def _packed_rows(self, batch: PackedBatch, inputs, rng_state, keep_query_only, **kwargs):
+    def _packed_rows(
+        self, batch: PackedBatch, inputs, rng_state, keep_query_only, keep_rows, **kwargs
+    ):
         rows = self._embed(batch, *inputs, rng_state)
-        for layer in self.encoder.layer:
-            rows = layer(rows, packed=batch, rng_state=rng_state)
+        for index, layer in enumerate(self.encoder.layer):
+            rows = layer(rows, packed=batch, index=index, rng_state=rng_state)
         pooled = None
         if self.pooler is not None:
             pooled = self.pooler(batch.first_rows(rows)[:, None])
@@ -344,7 +352,8 @@ class BertModel(transformers.BertModel):
             last_hidden_state=batch.pad(rows, keep_query_only=keep_query_only),
             pooler_output=pooled,
         )
-        outputs.__dict__["packed"] = (batch, rows)
+        if keep_rows:
+            outputs.__dict__["packed"] = (batch, rows)
         return outputs
 
     def _embed(
@@ -355,10 +364,9 @@ class BertModel(transformers.BertModel):
         if position_ids is None:
             position_ids = embeddings.position_ids[:, : batch.seqlen]
         if token_type_ids is None:
-            buffered = embeddings.token_type_ids.expand(position_ids.shape[0], -1)
-            token_type_ids = torch.gather(buffered, 1, position_ids)
-        check_rows_shape("position_ids", position_ids, batch)
-        check_rows_shape("token_type_ids", token_type_ids, batch)
+            token_type_ids = embeddings.token_type_ids[0][position_ids]
+        position_ids = one_row("position_ids", position_ids, batch)
+        token_type_ids = one_row("token_type_ids", token_type_ids, batch)
         position_ids, token_type_ids = batch.unpad(position_ids), batch.unpad(token_type_ids)
         input_ids = None if input_ids is None else batch.unpad(input_ids)
         inputs_embeds = None if inputs_embeds is None else batch.unpad(inputs_embeds)
@@ -422,7 +430,7 @@ def _is_checkable(mask, tokens, kwargs) -> bool:
         isinstance(mask, torch.Tensor)
         and mask.dim() != 4
         and tokens is not None
-        and kwargs.get("cache") is None
+        and kwargs.get("cache", kwargs.get("past_key_values")) is None
         and not _is_traced()
     )
 
@@ -442,13 +450,23 @@ def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.equal(a, b)
 
 
-def check_rows_shape(name: str, ids: torch.Tensor, batch: PackedBatch) -> None:
-    """Raises ValueError unless `ids` is `(B, S)` or `(1, S)`."""
-    if ids.dim() != 2 or ids.shape[1] != batch.seqlen or ids.shape[0] not in (1, batch.batch_size):
+def one_row(name: str, ids: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """`ids` as `(B, S)` or `(1, S)`; `(S,)` stands for every row.
+
+    Raises:
+        ValueError: any other shape.
+    """
+    rows = ids[None] if ids.dim() == 1 else ids
+    if (
+        rows.dim() != 2
+        or rows.shape[1] != batch.seqlen
+        or rows.shape[0] not in (1, batch.batch_size)
+    ):
         raise ValueError(
             f"{name} must have shape ({batch.batch_size}, {batch.seqlen}) or (1, {batch.seqlen}), "
             f"got {tuple(ids.shape)}"
         )
+    return rows
 
 
 def _is_plain_embedding(embeddings: nn.Module) -> bool:
@@ -467,7 +485,7 @@ def _is_plain_table(table: nn.Module) -> bool:
     return (
         type(table) is nn.Embedding
         and is_unhooked(table)
-        and type(table.weight) is nn.Parameter
+        and is_ordinary(table.weight)
         and table.max_norm is None
         and not table.scale_grad_by_freq
         and not table.sparse
@@ -521,7 +539,7 @@ class _MaskedLMHead:
             and is_plain_norm(transform.LayerNorm)
             and gelu_form(transform.transform_act_fn) is not None
             and is_plain_linear(predictions.decoder)
-            and all(type(p) is nn.Parameter for p in predictions.parameters())
+            and all(map(is_ordinary, predictions.parameters()))
         )
 
     def _transform(self, rows: torch.Tensor) -> torch.Tensor:
@@ -585,7 +603,9 @@ class _MaskedLMHead:
             size = inputs[0].shape if inputs[0] is not None else inputs[4].shape[:2]
             check_mask_shape("labels", labels, *size)
             required = labels != IGNORE_INDEX
-        return self.bert(*inputs, required_rows=required, return_dict=True, **kwargs)
+        return self.bert(
+            *inputs, required_rows=required, keep_rows=True, return_dict=True, **kwargs
+        )
 
     def _plain_forward(self) -> bool:
         """Whether transformers' forward of the head has to run."""

@@ -177,6 +177,20 @@ def test_dropout_obeys_each_module():
     torch.testing.assert_close(loss, theirs(**inputs).loss, rtol=1e-5, atol=1e-5)
 
 
+def test_dropout_of_a_shared_layer_differs_at_each_place():
+    """One layer used three times (as in ALBERT): its place decides the masks, not the module."""
+    config = small_bert_config(hidden_dropout_prob=0.5)
+    model, _ = model_pair("BertModel", config)
+    layer = model.encoder.layer[0]
+    model.encoder.layer = torch.nn.ModuleList([layer] * 3)
+    seen = []
+    layer.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["index"]), with_kwargs=True
+    )
+    model.train()(torch.randint(5, 99, (2, 9)))
+    assert seen == [0, 1, 2]
+
+
 def test_dropout_modules_alone_in_training():
     """Monte-Carlo dropout: the model in eval, its dropout modules in training."""
     config = small_bert_config()

@@ -210,6 +210,32 @@ def test_replaced_modules_are_called(replace):
     )
 
 
+class _Halved(torch.Tensor):
+    """A weight that is not what its storage holds, as quantised weights are."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        plain = [2 * a.as_subclass(torch.Tensor) if type(a) is cls else a for a in args]
+        return func(*plain, **(kwargs or {}))
+
+
+def test_weights_of_another_kind_are_left_to_their_module():
+    ours, theirs = model_pair("BertModel", small_bert_config())
+    for module in ours.encoder.layer[0].modules():
+        if isinstance(module, torch.nn.Linear):
+            halved = (module.weight.detach() / 2).as_subclass(_Halved)
+            del module.weight
+            module.weight = halved
+    batch = padded_batch((7, 3), 99, seed=1)
+    inputs = head_inputs("BertModel", batch, None)
+    real = inputs["attention_mask"] != 0
+    with torch.no_grad(), assert_packed():
+        actual = ours(**inputs).last_hidden_state
+    torch.testing.assert_close(
+        actual[real], theirs(**inputs).last_hidden_state[real], rtol=0, atol=1e-5
+    )
+
+
 def test_what_cannot_be_packed_runs_transformers_and_says_so(caplog):
     ours, theirs = model_pair("BertModel", small_bert_config())
     inputs = head_inputs("BertModel", padded_batch((7, 3), 99, seed=1), None)

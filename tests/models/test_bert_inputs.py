@@ -137,6 +137,31 @@ def test_position_ids_as_given(pair, inputs, rows):
     _close(actual[real], _states(pair[1], **inputs)[real])
 
 
+def test_one_row_of_ids_stands_for_all(pair, inputs):
+    types = torch.arange(12) % 2
+    inputs["token_type_ids"] = types
+    inputs["position_ids"] = torch.arange(12).flip(0)
+    real = inputs["attention_mask"] != 0
+    with assert_packed():
+        actual = _states(pair[0], **inputs)
+    _close(actual[real], _states(pair[1], **inputs)[real])
+    inputs["token_type_ids"] = types[:7]
+    with pytest.raises(ValueError, match="token_type_ids must have shape"):
+        _states(pair[0], **inputs)
+
+
+def test_float64():
+    """Every op widens to float64 for float64: the oracle of all other tests is the same path."""
+    ours, theirs = model_pair("BertForMaskedLM", small_bert_config(), dtype=torch.float64)
+    ids = torch.randint(99, (2, 9))
+    for model in (ours, theirs):
+        model(ids, labels=ids).loss.backward()
+    for (name, mine), (_, expected) in zip(
+        ours.named_parameters(), theirs.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(mine.grad, expected.grad, rtol=0, atol=1e-12, msg=name)
+
+
 def test_packed_input_from_the_flattening_collator(pair, inputs):
     collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     rows = [{"input_ids": inputs["input_ids"][i, :n].tolist()} for i, n in enumerate(LENGTHS)]
