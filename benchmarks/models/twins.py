@@ -60,3 +60,16 @@ def masked_lm_step(model, inputs, optimizer, autocast: bool):
         return loss
 
     return step
+
+
+def masked_lm_steps(models: dict, inputs: dict) -> dict:
+    """A training step of each model on the same labelled batch: bf16 autocast, fused AdamW."""
+    return {
+        name: masked_lm_step(
+            model.train(),
+            with_labels(inputs),
+            torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True),
+            autocast=True,
+        )
+        for name, model in models.items()
+    }

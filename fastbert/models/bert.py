@@ -596,6 +596,16 @@ class _MaskedLMHead:
         shape = (*hidden.shape[:2], self.cls.predictions.decoder.out_features)
         return LazyLogits(deferred, shape, compute_dtype(hidden) or hidden.dtype, hidden.device)
 
+    def _score(self, outputs, labels, num_items_in_batch, return_logits):
+        """Loss and logits, each None where not asked for."""
+        if labels is None:
+            return None, self._logits(outputs) if return_logits else None
+        loss = self._labelled_loss(outputs, labels, num_items_in_batch)
+        if not return_logits:
+            return loss, None
+        lazy = self._lazy_logits(outputs)
+        return loss, self._logits(outputs) if lazy is None else lazy
+
     def _run_bert(self, inputs, labels, kwargs):
         """The model below, with labelled rows computed even where they are padding."""
         required = None
@@ -644,14 +654,7 @@ class BertForMaskedLM(_MaskedLMHead, transformers.BertForMaskedLM):
         return_logits = kwargs.pop("return_logits", True)
         return_dict = _return_dict(self.config, kwargs)
         outputs = self._run_bert(inputs, labels, kwargs)
-        loss = None
-        if labels is not None:
-            loss = self._labelled_loss(outputs, labels, num_items_in_batch)
-        logits = None
-        if return_logits:
-            logits = self._lazy_logits(outputs) if labels is not None else None
-            if logits is None:
-                logits = self._logits(outputs)
+        loss, logits = self._score(outputs, labels, num_items_in_batch, return_logits)
         kind = LazyMaskedLMOutput if isinstance(logits, LazyLogits) else MaskedLMOutput
         result = kind(
             loss=loss,
@@ -686,20 +689,15 @@ class BertForPreTraining(_MaskedLMHead, transformers.BertForPreTraining):
         return_logits = kwargs.pop("return_logits", True)
         return_dict = _return_dict(self.config, kwargs)
         has_loss = labels is not None and next_sentence_label is not None
-        outputs = self._run_bert(inputs, labels if has_loss else None, kwargs)
+        labels = labels if has_loss else None
+        outputs = self._run_bert(inputs, labels, kwargs)
         pair_logits = self.cls.seq_relationship(outputs.pooler_output)
-        loss = None
+        loss, logits = self._score(outputs, labels, num_items_in_batch, return_logits)
         if has_loss:
-            masked = self._labelled_loss(outputs, labels, num_items_in_batch)
             pairs = nn.functional.cross_entropy(
                 pair_logits.view(-1, 2).float(), next_sentence_label.view(-1)
             )
-            loss = masked + rescaled_loss(pairs, labels, num_items_in_batch)
-        logits = None
-        if return_logits:
-            logits = self._lazy_logits(outputs) if has_loss else None
-            if logits is None:
-                logits = self._logits(outputs)
+            loss = loss + rescaled_loss(pairs, labels, num_items_in_batch)
         lazy = isinstance(logits, LazyLogits)
         kind = LazyPreTrainingOutput if lazy else BertForPreTrainingOutput
         result = kind(
