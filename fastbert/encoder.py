@@ -135,28 +135,32 @@ def _self_attention(spec, hidden_states, batch, rng_state, cache) -> torch.Tenso
 
 def _feed_forward(spec, hidden_states, rng_state, cache) -> torch.Tensor:
     site = layer_site(spec.index, PLACE_FFN_OUTPUT)
-    rest = (hidden_states, spec.output_dropout, spec.output_norm, site, rng_state)
     fused_in = spec.approximate is not None and is_plain_linear(spec.intermediate)
-    if fused_in and is_plain_linear(spec.output) and is_plain_norm(spec.output_norm):
+    if fused_in and is_plain_linear(spec.output):
         dtype = compute_dtype(hidden_states)
         projected = gelu_mlp(
             hidden_states,
             packed_weight(cache, "intermediate", [spec.intermediate.weight], dtype),
             spec.intermediate.bias,
             packed_weight(cache, "output", [spec.output.weight], dtype),
+            spec.output.bias,
             approximate=spec.approximate,
         )
-        return add_norm(projected, *rest, linear_bias=spec.output.bias)
-    if fused_in:
+    elif fused_in:
         activated = linear_gelu(
             hidden_states,
             spec.intermediate.weight,
             spec.intermediate.bias,
             approximate=spec.approximate,
         )
+        projected = linear(spec.output, activated, cache, "output")
     else:
         activated = spec.activation(spec.intermediate(hidden_states))
-    return add_norm(linear(spec.output, activated, cache, "output"), *rest)
+        projected = linear(spec.output, activated, cache, "output")
+    site = layer_site(spec.index, PLACE_FFN_OUTPUT)
+    return add_norm(
+        projected, hidden_states, spec.output_dropout, spec.output_norm, site, rng_state
+    )
 
 
 def linear(module: nn.Module, x: torch.Tensor, cache: WeightCache | None, key) -> torch.Tensor:
@@ -184,10 +188,8 @@ def add_norm(
     norm: nn.Module,
     site: int,
     rng_state: torch.Tensor | None,
-    *,
-    linear_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """norm(residual + dropout(x + linear_bias)), fused where both modules are plain."""
+    """norm(residual + dropout(x)), fused where both modules are plain."""
     if is_plain_norm(norm) and (dropout is None or is_plain_dropout(dropout)):
         p = 0.0 if dropout is None else dropout_p(dropout)
         return add_layer_norm(
@@ -195,14 +197,11 @@ def add_norm(
             residual,
             norm.weight,
             norm.bias,
-            linear_bias=linear_bias,
             eps=norm.eps,
             dropout_p=p,
             site=site,
             rng_state=rng_state if p > 0 else None,
         )
-    if linear_bias is not None:
-        x = x + linear_bias
     if dropout is not None:
         x = dropout(x)
     return norm(x if residual is None else x + residual)

@@ -18,6 +18,7 @@ def _case(tiny):
         "weight_in": torch.randn(inner, width) * width**-0.5,
         "bias_in": torch.randn(inner),
         "weight_out": torch.randn(width, inner) * inner**-0.5,
+        "bias_out": torch.randn(width),
     }
     return Case(
         "linear_gelu_fwd",

@@ -12,7 +12,6 @@
 namespace fastbert {
 namespace {
 
-constexpr float kSqrtHalf = 0.70710678118654752f;
 constexpr float kInvSqrtTwoPi = 0.39894228040143268f;
 constexpr float kTanhScale = 0.79788456080286536f;  // sqrt(2 / pi)
 constexpr float kTanhCubic = 0.044715f;
@@ -24,8 +23,7 @@ constexpr int64_t kGrain = 1 << 14;  // elements a thread should get at least
 FASTBERT_EACH_ISA void gelu_erf_block(const float* u, float* y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const float v = u[i];
-    const float z = v * kSqrtHalf;
-    y[i] = 0.5f * v * (1.0f + erf_float(z, exp_negative(-z * z)));
+    y[i] = v * normal_cdf(v, exp_negative(-0.5f * v * v));
   }
 }
 
@@ -51,9 +49,8 @@ FASTBERT_EACH_ISA void gelu_tanh_block(const float* u, float* y, int64_t n) {
 FASTBERT_EACH_ISA void gelu_erf_grad_block(const float* dy, const float* u, float* dx, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const float v = u[i];
-    const float z = v * kSqrtHalf;
-    const float e = exp_negative(-z * z);
-    dx[i] = dy[i] * (0.5f * (1.0f + erf_float(z, e)) + v * kInvSqrtTwoPi * e);
+    const float e = exp_negative(-0.5f * v * v);
+    dx[i] = dy[i] * (normal_cdf(v, e) + v * kInvSqrtTwoPi * e);
   }
 }
 
@@ -88,6 +85,20 @@ FASTBERT_EACH_ISA void float_to_bf16_block(const float* x, uint16_t* y, int64_t 
   }
 }
 
+#if defined(__FLT16_MAX__)
+using Float16 = _Float16;
+#else
+using Float16 = at::Half;
+#endif
+
+FASTBERT_EACH_ISA void fp16_to_float_block(const Float16* x, float* y, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) y[i] = static_cast<float>(x[i]);
+}
+
+FASTBERT_EACH_ISA void float_to_fp16_block(const float* x, Float16* y, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) y[i] = static_cast<Float16>(x[i]);
+}
+
 namespace {
 
 void read_block(const float* x, float* y, int64_t n) { std::memcpy(y, x, n * sizeof(float)); }
@@ -95,7 +106,7 @@ void read_block(const at::BFloat16* x, float* y, int64_t n) {
   bf16_to_float_block(reinterpret_cast<const uint16_t*>(x), y, n);
 }
 void read_block(const at::Half* x, float* y, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) y[i] = static_cast<float>(x[i]);
+  fp16_to_float_block(reinterpret_cast<const Float16*>(x), y, n);
 }
 
 void write_block(const float* x, float* y, int64_t n) { std::memcpy(y, x, n * sizeof(float)); }
@@ -103,7 +114,7 @@ void write_block(const float* x, at::BFloat16* y, int64_t n) {
   float_to_bf16_block(x, reinterpret_cast<uint16_t*>(y), n);
 }
 void write_block(const float* x, at::Half* y, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) y[i] = static_cast<at::Half>(x[i]);
+  float_to_fp16_block(x, reinterpret_cast<Float16*>(y), n);
 }
 
 // u = x + bias over columns [column, column + n) of one row; bias may be null.
@@ -120,9 +131,18 @@ void bias_gelu_fwd_rows(const T* x, const float* bias, bool erf, int64_t columns
   for (int64_t row = begin; row < end; ++row) {
     for (int64_t column = 0; column < columns; column += kBlock) {
       const int64_t n = std::min(kBlock, columns - column);
-      preactivation_block(x + row * columns, bias, column, u, n);
-      (erf ? gelu_erf_block : gelu_tanh_block)(u, out, n);
-      write_block(out, y + row * columns + column, n);
+      const auto gelu = erf ? gelu_erf_block : gelu_tanh_block;
+      const T* from = x + row * columns;
+      T* to = y + row * columns + column;
+      if constexpr (std::is_same_v<T, float>) {
+        if (bias == nullptr) {
+          gelu(from + column, to, n);
+          continue;
+        }
+      }
+      preactivation_block(from, bias, column, u, n);
+      gelu(u, out, n);
+      write_block(out, to, n);
     }
   }
 }

@@ -17,10 +17,12 @@ def _is_identity(linear_bias, residual, dropout_p) -> bool:
     return linear_bias is None and residual is None and dropout_threshold(dropout_p) == 0
 
 
-def _fwd_fake(x, linear_bias, residual, weight, bias, eps, dropout_p, site, rng_state, out_dtype):
+def _fwd_fake(
+    x, linear_bias, residual, weight, bias, eps, dropout_p, site, rng_state, out_dtype, keep_sum
+):
     y = x.new_empty(x.shape, dtype=out_dtype)
     statistics = x.new_empty((x.shape[0], 1), dtype=_statistics_dtype(x))
-    if _is_identity(linear_bias, residual, dropout_p):
+    if not keep_sum or _is_identity(linear_bias, residual, dropout_p):
         h = x.new_empty(0)
     else:
         h = x.new_empty(x.shape, dtype=_sum_dtype(x, residual))
@@ -57,11 +59,11 @@ def _keep_mask(rows, dropout_p, site, rng_state):
 
 
 def _fwd_with_mask(
-    x, linear_bias, residual, weight, bias, eps, dropout_p, site, rng_state, out_dtype
+    x, linear_bias, residual, weight, bias, eps, dropout_p, site, rng_state, out_dtype, keep_sum
 ):
     threshold, keep = _keep_mask(x, dropout_p, site, rng_state)
     return add_layer_norm_reference(
-        x, linear_bias, residual, weight, bias, eps, threshold, keep, out_dtype
+        x, linear_bias, residual, weight, bias, eps, threshold, keep, out_dtype, keep_sum
     )
 
 
@@ -77,8 +79,8 @@ def _bwd_with_mask(
 add_layer_norm_fwd = dispatch.register_op(
     "add_layer_norm_fwd",
     "(Tensor x, Tensor? linear_bias, Tensor? residual, Tensor weight, Tensor? bias, float eps, "
-    "float dropout_p, int site, Tensor? rng_state, ScalarType out_dtype) "
-    "-> (Tensor y, Tensor h, Tensor mean, Tensor rstd)",
+    "float dropout_p, int site, Tensor? rng_state, ScalarType out_dtype, "
+    "bool keep_sum) -> (Tensor y, Tensor h, Tensor mean, Tensor rstd)",
     room="add_layer_norm",
     fake=_fwd_fake,
     reference=_fwd_with_mask,
@@ -99,9 +101,8 @@ class _AddLayerNorm(torch.autograd.Function):
     def forward(
         ctx, x, residual, weight, bias, linear_bias, eps, dropout_p, site, rng_state, out_dtype
     ):
-        y, h, mean, rstd = add_layer_norm_fwd(
-            x, linear_bias, residual, weight, bias, eps, dropout_p, site, rng_state, out_dtype
-        )
+        options = (eps, dropout_p, site, rng_state, out_dtype, True)
+        y, h, mean, rstd = add_layer_norm_fwd(x, linear_bias, residual, weight, bias, *options)
         ctx.identity = _is_identity(linear_bias, residual, dropout_p)
         total = x if ctx.identity else h
         ctx.save_for_backward(total, weight, bias, mean, rstd, linear_bias, rng_state)
@@ -197,9 +198,8 @@ def add_layer_norm(
             x, residual, weight, bias, linear_bias, eps, dropout_p, site, rng_state, out_dtype
         )
     else:
-        y, h, _, _ = add_layer_norm_fwd(
-            x, linear_bias, residual, weight, bias, eps, dropout_p, site, rng_state, out_dtype
-        )
+        options = (eps, dropout_p, site, rng_state, out_dtype, return_sum)
+        y, h, _, _ = add_layer_norm_fwd(x, linear_bias, residual, weight, bias, *options)
     if not return_sum:
         return y
     return y, x if _is_identity(linear_bias, residual, dropout_p) else h

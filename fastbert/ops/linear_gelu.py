@@ -37,7 +37,12 @@ def _bwd_composed(dy, x, weight, bias, preact, approximate, need_dx, need_dweigh
     dweight = dpreact.t() @ x if need_dweight else weight.new_empty(0)
     if bias is None:
         return dx, dweight, weight.new_empty(0)
-    return dx, dweight, dpreact.sum(0, dtype=accumulation_dtype(bias.dtype)).to(bias.dtype)
+    return dx, dweight, _column_sums(dpreact, bias)
+
+
+def _column_sums(gradient: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The gradient of a bias: summed in fp32, rounded once."""
+    return gradient.sum(0, dtype=accumulation_dtype(bias.dtype)).to(bias.dtype)
 
 
 linear_gelu_fwd = dispatch.register_op(
@@ -88,27 +93,29 @@ class _LinearGelu(torch.autograd.Function):
 
 class _GeluMlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight_in, bias_in, weight_out, approximate):
+    def forward(ctx, x, weight_in, bias_in, weight_out, bias_out, approximate):
         y, preact = linear_gelu_fwd(x, weight_in, bias_in, approximate)
-        ctx.save_for_backward(x, weight_in, bias_in, preact, weight_out)
+        ctx.save_for_backward(x, weight_in, bias_in, preact, weight_out, bias_out)
         ctx.approximate = approximate
         ctx.binding = dispatch.current_binding()
-        return F.linear(y, weight_out)
+        return F.linear(y, weight_out, bias_out)
 
     @staticmethod
     def backward(ctx, dout):
         dispatch.refuse_second_order("gelu_mlp")
-        *saved, weight_out = ctx.saved_tensors
+        *saved, weight_out, bias_out = ctx.saved_tensors
         preact = saved[-1]
-        dweight_out = None
+        dweight_out = dbias_out = None
         gradients = (None, None, None)
+        if ctx.needs_input_grad[4]:
+            dbias_out = _column_sums(dout, bias_out)
         with dispatch.bound(ctx.binding):
             if ctx.needs_input_grad[3]:
                 dweight_out = dout.t() @ bias_gelu_fwd(preact, None, ctx.approximate)
             if any(ctx.needs_input_grad[:3]):
                 dy = dout @ weight_out
                 gradients = _gradients(ctx, dy, *saved, ctx.needs_input_grad[:3])
-        return *gradients, dweight_out, None
+        return *gradients, dweight_out, dbias_out, None
 
 
 def linear_gelu(
@@ -143,14 +150,16 @@ def gelu_mlp(
     weight_in: torch.Tensor,
     bias_in: torch.Tensor | None,
     weight_out: torch.Tensor,
+    bias_out: torch.Tensor | None = None,
     *,
     approximate: str,
 ) -> torch.Tensor:
-    """GELU(x W₁ᵀ + b₁) W₂ᵀ; the second bias belongs to the `add_layer_norm` that follows.
+    """GELU(x W₁ᵀ + b₁) W₂ᵀ + b₂, Vaswani et al. 2017, eq. 2, with GELU for ReLU.
 
     Args:
         x: `(T, C)`, fp32/bf16/fp16.
-        weight_in: `(F, C)`. bias_in: `(F,)` or None. weight_out: `(C, F)`.
+        weight_in: `(F, C)`. bias_in: `(F,)` or None.
+        weight_out: `(C, F)`. bias_out: `(C,)` or None.
         approximate: `none` (exact, by erf) or `tanh`.
 
     Returns:
@@ -166,10 +175,16 @@ def gelu_mlp(
             f"gelu_mlp: weight_out must have shape (C, {weight_in.shape[0]}), got "
             f"{tuple(weight_out.shape)}"
         )
-    x, weight_in, bias_in, weight_out = autocast_inputs(x, weight_in, bias_in, weight_out)
-    if dispatch.needs_grad(x, weight_in, bias_in, weight_out):
-        return _GeluMlp.apply(x, weight_in, bias_in, weight_out, approximate)
-    return F.linear(linear_gelu_fwd(x, weight_in, bias_in, approximate)[0], weight_out)
+    if bias_out is not None and bias_out.shape != weight_out.shape[:1]:
+        raise ValueError(
+            f"gelu_mlp: bias_out must have shape ({weight_out.shape[0]},), got "
+            f"{tuple(bias_out.shape)}"
+        )
+    tensors = autocast_inputs(x, weight_in, bias_in, weight_out, bias_out)
+    if dispatch.needs_grad(*tensors):
+        return _GeluMlp.apply(*tensors, approximate)
+    x, weight_in, bias_in, weight_out, bias_out = tensors
+    return F.linear(linear_gelu_fwd(x, weight_in, bias_in, approximate)[0], weight_out, bias_out)
 
 
 def autocast_inputs(x: torch.Tensor, *others: torch.Tensor | None) -> tuple:

@@ -19,6 +19,7 @@ def add_layer_norm_reference(
     threshold: int,
     keep_mask: torch.Tensor | None,
     out_dtype: torch.dtype,
+    keep_sum: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """h = residual + dropout(x + linear_bias); y = (h - mean)·rstd·weight + bias.
 
@@ -33,9 +34,11 @@ def add_layer_norm_reference(
         threshold: of `dropout_threshold`; 0 without dropout.
         keep_mask: `(T, C)` bool where 0 < threshold.
         out_dtype: dtype of y.
+        keep_sum: return h.
 
     Returns:
-        y: `(T, C)`. h: `(T, C)` in the wider dtype of x and residual; `(0,)` where h is x itself.
+        y: `(T, C)`. h: `(T, C)` in the wider dtype of x and residual; `(0,)` where it is x itself
+        or not kept.
         mean, rstd: `(T, 1)`, fp32.
     """
     accumulate = accumulation_dtype(x.dtype)
@@ -60,7 +63,7 @@ def add_layer_norm_reference(
         eps,
     )
     h = x.new_empty(0)
-    if not (linear_bias is None and residual is None and threshold == 0):
+    if keep_sum and not (linear_bias is None and residual is None and threshold == 0):
         h = total.to(x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
     return y.to(out_dtype), h, mean, rstd
 

@@ -24,17 +24,19 @@ def gelu_mlp_reference(
     weight_in: torch.Tensor,
     bias_in: torch.Tensor | None,
     weight_out: torch.Tensor,
+    bias_out: torch.Tensor | None = None,
     *,
     approximate: str,
 ) -> torch.Tensor:
-    """GELU(x W₁ᵀ + b₁) W₂ᵀ; 4·T·C·F FLOPs.
+    """GELU(x W₁ᵀ + b₁) W₂ᵀ + b₂; 4·T·C·F FLOPs.
 
     Args:
-        x: `(T, C)`. weight_in: `(F, C)`. bias_in: `(F,)` or None. weight_out: `(C, F)`.
+        x: `(T, C)`. weight_in: `(F, C)`. bias_in: `(F,)` or None.
+        weight_out: `(C, F)`. bias_out: `(C,)` or None.
         approximate: `none` or `tanh`.
 
     Returns:
         `(T, C)`.
     """
     activated = linear_gelu_reference(x, weight_in, bias_in, approximate=approximate)
-    return F.linear(activated, weight_out)
+    return F.linear(activated, weight_out, bias_out)

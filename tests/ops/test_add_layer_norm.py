@@ -164,10 +164,10 @@ def test_add_layer_norm_opcheck():
     for dropout_p, rng in ((0.0, None), (0.2, RNG)):
         torch.library.opcheck(
             add_layer_norm_fwd,
-            (x, weight, x + 1, weight, weight, EPS, dropout_p, 3, rng, torch.float32),
+            (x, weight, x + 1, weight, weight, EPS, dropout_p, 3, rng, torch.float32, False),
         )
         y, h, mean, rstd = add_layer_norm_fwd(
-            x, weight, x + 1, weight, weight, EPS, dropout_p, 3, rng, torch.float32
+            x, weight, x + 1, weight, weight, EPS, dropout_p, 3, rng, torch.float32, True
         )
         torch.library.opcheck(
             add_layer_norm_bwd,

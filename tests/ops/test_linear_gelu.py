@@ -28,6 +28,7 @@ def mlp_inputs(rows, width, inner, bias=True):
         "weight_in": values["weight"],
         "bias_in": values["bias"],
         "weight_out": torch.randn(width, inner) * inner**-0.5,
+        "bias_out": torch.randn(width) if bias else None,
     }
 
 
@@ -87,7 +88,7 @@ def test_gelu_mlp_noncontiguous():
     )
 
 
-@pytest.mark.parametrize("frozen", ["x", "weight_in", "bias_in", "weight_out"])
+@pytest.mark.parametrize("frozen", ["x", "weight_in", "bias_in", "weight_out", "bias_out"])
 def test_gelu_mlp_frozen(frozen):
     values = mlp_inputs(9, 16, 20)
     runs = []
@@ -169,5 +170,7 @@ def test_linear_gelu_bad_input_raises():
         linear_gelu(x, weight.t(), bias, approximate="none")
     with pytest.raises(ValueError, match="bias"):
         linear_gelu(x, weight, bias[:3], approximate="none")
+    with pytest.raises(ValueError, match="bias_out"):
+        gelu_mlp(x, weight, bias, weight.t(), bias, approximate="none")
     with pytest.raises(ValueError, match="weight_out"):
         gelu_mlp(x, weight, bias, weight, approximate="none")
