@@ -4,27 +4,25 @@ Importing any of them registers all, so that backends can be bound and listed by
 """
 
 from fastbert.dispatch import use_backend
-from fastbert.ops.add_layer_norm import add_layer_norm
-from fastbert.ops.attention import attention, attention_packed_qkv
-from fastbert.ops.bias_gelu import bias_gelu
-from fastbert.ops.embed_layer_norm import embed_layer_norm
-from fastbert.ops.linear_gelu import gelu_mlp, linear_gelu
-from fastbert.ops.mlm_cross_entropy import mlm_cross_entropy
-from fastbert.ops.philox import row_keep_mask, score_keep_mask
-from fastbert.ops.unpad import pad, unpad
+from fastbert.ops import (
+    add_layer_norm,
+    attention,
+    bias_gelu,
+    embed_layer_norm,
+    linear_gelu,
+    mlm_cross_entropy,
+    philox,
+    unpad,
+)
 
 __all__ = [
     "add_layer_norm",
     "attention",
-    "attention_packed_qkv",
     "bias_gelu",
     "embed_layer_norm",
-    "gelu_mlp",
     "linear_gelu",
     "mlm_cross_entropy",
-    "pad",
-    "row_keep_mask",
-    "score_keep_mask",
+    "philox",
     "unpad",
     "use_backend",
 ]

@@ -10,6 +10,10 @@ import torch
 from fastbert import dispatch
 from fastbert.ops.philox import check_rng_state, score_keep_mask_op
 from fastbert.reference.attention import attention_bwd_reference, attention_reference
+from fastbert.reference.attention_padded import (
+    attention_padded_bwd_reference,
+    attention_padded_reference,
+)
 from fastbert.reference.philox import check_score_limits, dropout_threshold
 from fastbert.reference.precision import accumulation_dtype
 
@@ -39,17 +43,15 @@ def _bwd_fake(dout, q, k, v, *args):
 
 
 def _keep_mask(num_heads, dropout_p, site, rng_state):
-    """The mask of one sequence at a time, as the reference asks for it."""
+    """Threshold, and the masks of a range of sequences as the references ask for them."""
     threshold = dropout_threshold(dropout_p)
-    if threshold == 0:
-        return threshold, None
 
-    def mask(sequence: int, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
-        index = torch.tensor([sequence], device=rng_state.device)
+    def masks(first: int, last: int, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
+        index = torch.arange(first, last, device=rng_state.device)
         args = (rng_state, index, num_heads, seqlen_q, seqlen_k, threshold, site)
-        return score_keep_mask_op(*args)[0]
+        return score_keep_mask_op(*args)
 
-    return threshold, mask
+    return threshold, masks if threshold else None
 
 
 def _fwd_with_mask(
@@ -66,10 +68,12 @@ def _fwd_with_mask(
     site,
     rng_state,
 ):
-    threshold, mask = _keep_mask(q.shape[1], dropout_p, site, rng_state)
-    return attention_reference(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window, threshold, mask
-    )
+    threshold, masks = _keep_mask(q.shape[1], dropout_p, site, rng_state)
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    if q.device.type == "cpu":
+        return attention_reference(*tensors, softmax_scale, window, threshold, masks)
+    bounds = (max_seqlen_q, max_seqlen_k)
+    return attention_padded_reference(*tensors, *bounds, softmax_scale, window, threshold, masks)
 
 
 def _bwd_with_mask(
@@ -89,20 +93,13 @@ def _bwd_with_mask(
     site,
     rng_state,
 ):
-    threshold, mask = _keep_mask(q.shape[1], dropout_p, site, rng_state)
-    return attention_bwd_reference(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        softmax_scale,
-        window,
-        threshold,
-        mask,
+    threshold, masks = _keep_mask(q.shape[1], dropout_p, site, rng_state)
+    tensors = (dout, q, k, v, softmax_lse, cu_seqlens_q, cu_seqlens_k)
+    if q.device.type == "cpu":
+        return attention_bwd_reference(*tensors, softmax_scale, window, threshold, masks)
+    bounds = (max_seqlen_q, max_seqlen_k)
+    return attention_padded_bwd_reference(
+        *tensors, *bounds, softmax_scale, window, threshold, masks
     )
 
 

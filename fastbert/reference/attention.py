@@ -16,8 +16,8 @@ from fastbert.reference.precision import accumulation_dtype
 
 MAX_SCORES = 1 << 22
 
-KeepMask = Callable[[int, int, int], torch.Tensor]
-"""(sequence, Lq, Lk) to the `(N, Lq, Lk)` bool keep mask of its probabilities."""
+KeepMask = Callable[[int, int, int, int], torch.Tensor]
+"""(first, last, Lq, Lk) to the `(last - first, N, Lq, Lk)` bool keep masks of those sequences."""
 
 
 def attention_reference(
@@ -52,7 +52,7 @@ def attention_reference(
     lse = q.new_full((num_heads, q.shape[0]), -math.inf, dtype=accumulation_dtype(q.dtype))
     for sequence, queries, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
         key, value = (t[keys].transpose(0, 1) for t in (k, v))
-        keep = keep_mask(sequence, _length(queries), _length(keys)) if threshold else None
+        keep = _mask(keep_mask, sequence, queries, keys)
         for rows, local in _tiles(queries, num_heads * _length(keys)):
             scores = _scores(q[rows], key, softmax_scale, window, local)
             peak = scores.amax(-1, keepdim=True)
@@ -75,7 +75,6 @@ def attention_bwd_reference(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    out: torch.Tensor,
     softmax_lse: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
@@ -98,7 +97,7 @@ def attention_bwd_reference(
     scale = dropout_scale(threshold)
     for sequence, queries, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
         key, value = (t[keys].transpose(0, 1) for t in (k, v))
-        keep = keep_mask(sequence, _length(queries), _length(keys)) if threshold else None
+        keep = _mask(keep_mask, sequence, queries, keys)
         for rows, local in _tiles(queries, num_heads * _length(keys)):
             query, gradient = q[rows].transpose(0, 1), dout[rows].transpose(0, 1)
             scores = _scores(q[rows], key, softmax_scale, window, local)
@@ -129,6 +128,12 @@ def _sequences(
         keys = slice(starts_k[sequence], starts_k[sequence + 1])
         if _length(queries) > 0 and _length(keys) > 0:
             yield sequence, queries, keys
+
+
+def _mask(keep_mask: KeepMask | None, sequence: int, queries: slice, keys: slice):
+    if keep_mask is None:
+        return None
+    return keep_mask(sequence, sequence + 1, _length(queries), _length(keys))[0]
 
 
 def _length(rows: slice) -> int:

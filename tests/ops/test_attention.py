@@ -113,6 +113,34 @@ def test_attention_matches_reference(lengths, dtype):
         op_check(op, reference, inputs(*lengths, 3, 16, idle=2), dtype, name="attention")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, (2, 1)])
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_attention_padded_matches_the_loop(lengths, p, window, dtype, monkeypatch):
+    """What GPUs run until they have a kernel: nothing read by the host, the same results."""
+    from fastbert.ops import attention as module
+    from fastbert.reference import attention_padded
+
+    monkeypatch.setattr(attention_padded, "MAX_SCORES", 3 * 50 * 50 * 2)
+    values = {k: v.to(dtype) for k, v in inputs(*lengths, 3, 16, idle=2).items()}
+    values["v"][-2:] = torch.nan  # idle rows may hold anything
+    starts = [cu_seqlens(side) for side in lengths]
+    options = (0.25, window, *module._keep_mask(3, p, 8, RNG))
+    bounds = (max(lengths[0]) + 3, max(lengths[1]) + 1)
+    out, lse = module.attention_reference(*values.values(), *starts, *options)
+    padded = module.attention_padded_reference(*values.values(), *starts, *bounds, *options)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(padded[0], out, rtol=0, atol=tolerance)
+    torch.testing.assert_close(padded[1], lse, rtol=0, atol=1e-5)
+    dout = torch.randn_like(out)
+    tensors = (dout, *values.values(), lse, *starts)
+    expected = module.attention_bwd_reference(*tensors, *options)
+    actual = module.attention_padded_bwd_reference(*tensors, *bounds, *options)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=5 * tolerance)
+
+
 @pytest.mark.parametrize("dim", [1, 20, 26, 72, 128, 256])
 def test_attention_head_dims(dim):
     op, reference = both([7, 12], [7, 12])
