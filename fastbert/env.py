@@ -49,11 +49,17 @@ def render(data: dict, as_json: bool = False) -> str:
     for row in data["ops"]:
         lines.append(f"  {row['op']:24}{row['device']}: {row['chosen']}")
         for backend, reasons in row["rejected"].items():
-            lines.append(f"  {'':26}not {backend}: {'; '.join(reasons)}")
+            shown = [_short(reason, data["compiled part"]) for reason in reasons]
+            lines.append(f"  {'':26}not {backend}: {'; '.join(shown)}")
         for backend, where in row["proven"].items():
             if where != "hardware":
                 lines.append(f"  {'':26}{backend}: {PROVEN[where]}")
     return "\n".join(lines)
+
+
+def _short(reason: str, why_no_compiled_part: str) -> str:
+    """A reason that was given in full above is not repeated for every op."""
+    return "the compiled part is not loaded" if reason == why_no_compiled_part else reason
 
 
 def _register_ops() -> None:
