@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 RECORD = Path(__file__).with_name("_C.json")
-REMEDY = "rebuild with: pip install --no-build-isolation --no-deps --force-reinstall fastbert"
+REMEDY = "rebuild from the source with: pip install --no-build-isolation ."
 
 
 @functools.cache
