@@ -156,3 +156,13 @@ def test_bias_gelu_bad_input_raises():
         bias_gelu(x, torch.randn(7), approximate="none")
     with use_backend(bias_gelu="cpu"), pytest.raises(NotImplementedError, match="float64"):
         bias_gelu(x.double(), approximate="none")
+
+
+@pytest.mark.slow
+def test_bias_gelu_int64_offsets():
+    """More than 2^31 elements, in the C++ kernel and in torch."""
+    x = torch.zeros(2**31 + 48, dtype=torch.bfloat16)
+    x[-40:] = torch.linspace(-3, 3, 40)
+    y = bias_gelu(x, approximate="none")
+    assert_bitwise_equal(y[-40:], F.gelu(x[-40:]), "tail")
+    assert not y[:1000].any()

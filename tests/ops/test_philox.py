@@ -194,3 +194,22 @@ def test_philox_bad_input_raises(backend):
         row_keep_mask(RNG.float(), 2, 2, dropout_p=0.1, site=0)
     with pytest.raises(ValueError, match=r"shape \(2,\)"):
         row_keep_mask(torch.zeros(3, dtype=torch.int64), 2, 2, dropout_p=0.1, site=0)
+
+
+@pytest.mark.slow
+def test_philox_int64_offsets():
+    """More than 2^31 elements: the last rows, from calls whose number has a high word."""
+    rows = 2**28 + 5
+    with use_backend(philox="cpu" if "cpu" in _built() else "reference"):
+        mask = row_keep_mask_op(RNG, rows, 8, 20_000, 3)
+    calls = torch.arange(rows - 5, rows)
+    words = philox4x32(
+        (calls & 0xFFFFFFFF, calls >> 32, torch.tensor(3), RNG[1]), (RNG[0], RNG[0] >> 32)
+    )
+    halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], 1)
+    assert_bitwise_equal(mask[-5:], halves >= 20_000, "last rows")
+
+
+def _built():
+    device = torch.device("cpu")
+    return [b for b in ("cpu",) if not not_supported_reasons(OPS["row_keep_mask"], b, device, ())]
