@@ -284,7 +284,7 @@ def _run(op: Op, args: tuple):
         return getattr(torch.ops.fastbert, f"{op.name}_cpu").default(*args)
     function = op.reference if backend == "reference" else _triton_launcher(op)
     # Each implementation fixes its own dtypes; autocast inside would cast them a second time.
-    if torch.is_autocast_enabled(device.type):
+    if autocast_dtype(device) is not None:
         with torch.autocast(device.type, enabled=False):
             return function(*args)
     return function(*args)
@@ -319,6 +319,28 @@ def reset_counters() -> None:
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
     """Whether an op has to record a backward: without one it is called directly."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype autocast gives matmuls on `device`; None where it is off or unknown (meta)."""
+    kind = device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def is_symbolic(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` has no values the host could read: while a graph is traced, or on meta."""
+    return (
+        torch.compiler.is_compiling()
+        or tensor.device.type == "meta"
+        or type(tensor).__name__ == "FakeTensor"
+    )
+
+
+def is_checkable(tensor: torch.Tensor) -> bool:
+    """Whether looking at the values costs no wait: on a CPU, outside of graphs."""
+    return tensor.device.type == "cpu" and tensor.numel() > 0 and not is_symbolic(tensor)
 
 
 def refuse_second_order(name: str) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fastbert import dispatch
 from fastbert.cache import WeightCache, packed_weight
 from fastbert.ops.add_layer_norm import add_layer_norm
 from fastbert.ops.attention import attention, attention_packed_qkv
@@ -212,8 +213,7 @@ def add_norm(
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype | None:
     """The dtype autocast gives matmuls on x's device, None without autocast."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return dispatch.autocast_dtype(x.device)
 
 
 def is_unhooked(module: nn.Module) -> bool:

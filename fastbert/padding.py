@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fastbert import dispatch
 from fastbert.ops.unpad import pad, unpad
 
 
@@ -131,7 +132,7 @@ def pack_batch(
         required = required_rows.to(device).reshape(-1)
     if attention_mask is None:
         batch = dense_batch(batch_size, seqlen, device)
-        if required is None or torch.compiler.is_compiling():
+        if required is None or dispatch.is_symbolic(required):
             return batch
         return replace(batch, num_required=int(required.sum()))
     check_mask_shape("attention_mask", attention_mask, batch_size, seqlen)
@@ -141,7 +142,7 @@ def pack_batch(
         computed = computed.view(batch_size, seqlen).clone()
         computed[:, :1] = True
         computed = computed.view(-1)
-    if torch.compiler.is_compiling():
+    if dispatch.is_symbolic(real):
         return _pack_traced(real, computed, batch_size, seqlen)
     return _pack_counted(real, computed, required, batch_size, seqlen)
 
@@ -251,7 +252,7 @@ def packed_input(
             f"cu_seq_lens_q must be a 1D integer tensor, got {cu_seqlens.dtype} of shape "
             f"{tuple(cu_seqlens.shape)}"
         )
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if dispatch.is_checkable(cu_seqlens):
         steps = cu_seqlens.diff()
         if cu_seqlens[0] != 0 or cu_seqlens[-1] != seqlen or (steps < 0).any():
             raise ValueError(

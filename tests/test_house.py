@@ -43,9 +43,10 @@ ARROWS = {
     "fastbert.cache": set(),
     "fastbert.reference": {"fastbert.reference"},
     "fastbert.ops": {"fastbert.dispatch", "fastbert.reference", "fastbert.ops"},
-    "fastbert.padding": {"fastbert.ops"},
+    "fastbert.padding": {"fastbert.dispatch", "fastbert.ops"},
     "fastbert.encoder": {
         "fastbert.cache",
+        "fastbert.dispatch",
         "fastbert.ops",
         "fastbert.padding",
         "fastbert.reference",

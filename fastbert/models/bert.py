@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 import transformers
 from torch import nn
+from torch.autograd import forward_ad
 from transformers.activations import (
     FastGELUActivation,
     GELUActivation,
@@ -80,6 +81,7 @@ PACKED_KEYWORDS = {
     "max_length_k",
 }
 OUR_KEYWORDS = {"rng_state", "required_rows", "keep_rows"}
+HEAD_KEYWORDS = {"return_logits", "num_items_in_batch"}
 # transformers' attentions that read cu_seq_lens_q themselves.
 PACKED_ATTENTION = {"flash_attention_2", "flash_attention_3"}
 
@@ -211,8 +213,8 @@ class BertModel(transformers.BertModel):
         """Why these arguments need transformers' own forward; None if they do not."""
         if _is_traced():
             return "the model is being traced or exported"
-        if torch._C._are_functorch_transforms_active():
-            return "a functorch transform is active"
+        if _is_transformed():
+            return "a functorch transform or forward-mode differentiation is active"
         for name, value in kwargs.items():
             if name not in PACKED_KEYWORDS and value is not None and value is not False:
                 return f"the keyword argument {name!r} is passed on to transformers"
@@ -303,7 +305,7 @@ class BertModel(transformers.BertModel):
             batch = _packed_by_caller(
                 attention_mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, size
             )
-            if required_rows is not None and not torch.compiler.is_compiling():
+            if required_rows is not None and not dispatch.is_symbolic(required_rows):
                 batch = replace(batch, num_required=int(required_rows.sum()))
             if position_ids is None:
                 position_ids = restarting_positions(batch.cu_seqlens_q, batch.num_rows)
@@ -447,7 +449,7 @@ def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two index tensors differ, as far as the host can see without waiting."""
     if a is b or a.shape != b.shape:
         return a is not b
-    return a.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.equal(a, b)
+    return dispatch.is_checkable(a) and not torch.equal(a, b)
 
 
 def one_row(name: str, ids: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
@@ -495,6 +497,11 @@ def _is_plain_table(table: nn.Module) -> bool:
 def _is_traced() -> bool:
     """Whether a graph is recorded that must hold for other masks: traced, scripted or exported."""
     return torch.jit.is_tracing() or torch.compiler.is_exporting()
+
+
+def _is_transformed() -> bool:
+    """Whether derivatives are taken in a way our autograd Functions do not offer."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -560,7 +567,7 @@ class _MaskedLMHead:
             rows = outputs.last_hidden_state.flatten(0, 1)
         elif batch.indices is not None:
             labels = labels[batch.indices]
-        if not torch.compiler.is_compiling():
+        if not dispatch.is_symbolic(rows):
             labelled = labels != IGNORE_INDEX
             if batch is None or batch.num_required is None:
                 selected = labelled.nonzero().view(-1)
@@ -578,18 +585,18 @@ class _MaskedLMHead:
     def _logits(self, outputs) -> torch.Tensor:
         """`(B, S, V)` scores; every padded position has the scores of a zero hidden state."""
         batch, rows = outputs.__dict__.get("packed", (None, None))
-        if rows is None or torch.compiler.is_compiling() or batch.indices is None:
+        if rows is None or batch.indices is None or dispatch.is_symbolic(rows):
             return self.cls.predictions(outputs.last_hidden_state)
         blank = self.cls.predictions(rows.new_zeros(1, rows.shape[-1]))
         return batch.pad_with(self.cls.predictions(rows), blank)
 
     def _lazy_logits(self, outputs) -> LazyLogits | None:
         """The stand-in, where nothing needs the values now: eager training on plain modules."""
-        if not self.training or torch.compiler.is_compiling() or not self._is_plain_head():
+        hidden = outputs.last_hidden_state
+        if not self.training or dispatch.is_symbolic(hidden) or not self._is_plain_head():
             return None
         if _is_sharded(self) or _is_sharded(self.bert):
             return None
-        hidden = outputs.last_hidden_state
         deferred = Deferred(
             lambda: self._logits(outputs), list(self.cls.predictions.parameters()), hidden.device
         )
@@ -619,7 +626,7 @@ class _MaskedLMHead:
 
     def _plain_forward(self) -> bool:
         """Whether transformers' forward of the head has to run."""
-        return _is_traced() or not isinstance(self.bert, BertModel)
+        return _is_traced() or _is_transformed() or not isinstance(self.bert, BertModel)
 
 
 class BertForMaskedLM(_MaskedLMHead, transformers.BertForMaskedLM):
@@ -648,6 +655,7 @@ class BertForMaskedLM(_MaskedLMHead, transformers.BertForMaskedLM):
     ):
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         if self._plain_forward():
+            kwargs = {k: v for k, v in kwargs.items() if k not in HEAD_KEYWORDS}
             return super().forward(*inputs, **kwargs)
         labels = kwargs.pop("labels", None)
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
@@ -682,6 +690,7 @@ class BertForPreTraining(_MaskedLMHead, transformers.BertForPreTraining):
     ):
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         if self._plain_forward():
+            kwargs = {k: v for k, v in kwargs.items() if k not in HEAD_KEYWORDS}
             return super().forward(*inputs, **kwargs)
         labels = kwargs.pop("labels", None)
         next_sentence_label = kwargs.pop("next_sentence_label", None)

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import MaskedLMOutput
 from transformers.models.bert.modeling_bert import BertForPreTrainingOutput
 
 from fastbert.cache import Fingerprint
+from fastbert.dispatch import autocast_dtype
 
 METADATA = {
     torch.Tensor.size,
@@ -54,8 +55,7 @@ class Deferred:
         self._weights = list(weights)
         self._fingerprint = Fingerprint(self._weights)
         self._device = device
-        self._autocast = torch.is_autocast_enabled(device.type)
-        self._autocast_dtype = torch.get_autocast_dtype(device.type)
+        self._autocast_dtype = autocast_dtype(device)
         self._value: torch.Tensor | None = None
 
     def value(self) -> torch.Tensor:
@@ -74,7 +74,9 @@ class Deferred:
             with (
                 torch.enable_grad(),
                 torch.autocast(
-                    self._device.type, dtype=self._autocast_dtype, enabled=self._autocast
+                    self._device.type,
+                    dtype=self._autocast_dtype,
+                    enabled=self._autocast_dtype is not None,
                 ),
             ):
                 self._value = self._compute()

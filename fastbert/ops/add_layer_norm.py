@@ -208,7 +208,7 @@ def add_layer_norm(
 def layer_norm_dtype(x: torch.Tensor, residual: torch.Tensor | None) -> torch.dtype:
     """Dtype of the normalised output: CUDA's autocast runs layer_norm in fp32, the CPU's leaves
     its dtype alone."""
-    if x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
+    if x.device.type != "cpu" and dispatch.autocast_dtype(x.device) is not None:
         return torch.float32
     return _sum_dtype(x, residual)
 

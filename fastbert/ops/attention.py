@@ -311,7 +311,7 @@ def _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> N
             "attention: cu_seqlens_q and cu_seqlens_k must have the same shape (B+1,), got "
             f"{tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_k.shape)}"
         )
-    if q.device.type != "cpu" or torch.compiler.is_compiling():
+    if not dispatch.is_checkable(cu_seqlens_q):
         return
     checks = (
         ("q", cu_seqlens_q, q.shape[0], max_seqlen_q),

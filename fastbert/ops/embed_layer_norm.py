@@ -231,7 +231,7 @@ def embed_layer_norm(
     else:
         rng_state = None
     words = word_weight if inputs_embeds is None else inputs_embeds
-    autocast = words.device.type != "cpu" and torch.is_autocast_enabled(words.device.type)
+    autocast = words.device.type != "cpu" and dispatch.autocast_dtype(words.device) is not None
     out_dtype = torch.float32 if autocast else words.dtype
     if dispatch.needs_grad(inputs_embeds, *tables, weight, bias):
         options = (eps, padding_idx, dropout_p, site, rng_state, out_dtype)
@@ -253,7 +253,7 @@ def _check_ids(ids, tables) -> None:
                 f"embed_layer_norm: {name} must be int64 of shape {tuple(ids[1].shape)}, got "
                 f"{index.dtype} of shape {tuple(index.shape)}"
             )
-        if index.device.type == "cpu" and index.numel() and not torch.compiler.is_compiling():
+        if dispatch.is_checkable(index):
             low, high = (int(v) for v in torch.aminmax(index))
             if low < 0 or high >= table.shape[0]:
                 wrong = low if low < 0 else high

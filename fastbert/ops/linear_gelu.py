@@ -189,10 +189,9 @@ def gelu_mlp(
 
 def autocast_inputs(x: torch.Tensor, *others: torch.Tensor | None) -> tuple:
     """The inputs in the dtype autocast gives a matmul on x's device; as they are without it."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
+    dtype = dispatch.autocast_dtype(x.device)
+    if dtype is None:
         return x, *others
-    dtype = torch.get_autocast_dtype(kind)
     return tuple(None if t is None else t.to(dtype) for t in (x, *others))
 
 

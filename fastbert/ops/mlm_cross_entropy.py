@@ -144,7 +144,7 @@ def _check(hidden, weight, bias, labels, ignore_index, label_smoothing) -> None:
         raise ValueError(
             f"mlm_cross_entropy: label_smoothing must be in [0, 1), got {label_smoothing}"
         )
-    if labels.device.type == "cpu" and labels.numel() and not torch.compiler.is_compiling():
+    if dispatch.is_checkable(labels):
         wrong = (labels != ignore_index) & ((labels < 0) | (labels >= weight.shape[0]))
         if wrong.any():
             row = int(wrong.nonzero()[0])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import fastbert
 from fastbert.testing.inputs import padded_batch, small_bert_config
 from fastbert.testing.models import head_inputs, model_pair
 
@@ -75,6 +76,48 @@ def test_compile_training_with_dropout():
     )
     losses = [compiled(**inputs).loss.item() for _ in range(3)]
     assert len(set(losses)) == 3
+
+
+@pytest.mark.parametrize("name", ["BertModel", "BertForMaskedLM", "BertForQuestionAnswering"])
+def test_shapes_without_values(name):
+    """On the meta device and under fake tensors: what memory estimators and init_empty_weights
+    run."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    config = small_bert_config(num_hidden_layers=2, num_labels=2)
+    batch = padded_batch((9, 3, 5), config.vocab_size, seed=1)
+    inputs = head_inputs(name, batch, config)
+    for where in (torch.device("meta"), FakeTensorMode()):
+        with where:
+            ours = getattr(fastbert, name)(config)
+            empty = {k: torch.zeros(v.shape, dtype=v.dtype) for k, v in inputs.items()}
+            outputs = ours.train()(**empty)
+        first = outputs.last_hidden_state if name == "BertModel" else outputs.loss
+        assert first.shape == ((3, 9, 48) if name == "BertModel" else ())
+
+
+def test_functorch_and_forward_mode_run_transformers():
+    config = small_bert_config(num_hidden_layers=1, **OFF)
+    ours, theirs = model_pair("BertForMaskedLM", config)
+    batch = padded_batch((9, 3), config.vocab_size, seed=1)
+    inputs = head_inputs("BertForMaskedLM", batch, config)
+    results = []
+    for model in (ours, theirs):
+
+        def loss(parameters, model=model):
+            return torch.func.functional_call(model, parameters, kwargs=inputs).loss
+
+        results.append(torch.func.grad(loss)(dict(model.named_parameters())))
+    for key, value in results[1].items():
+        torch.testing.assert_close(results[0][key], value, rtol=1e-4, atol=1e-6, msg=key)
+    with torch.autograd.forward_ad.dual_level():
+        embeds = torch.randn(2, 9, 48)
+        dual = torch.autograd.forward_ad.make_dual(embeds, torch.randn_like(embeds))
+        tangents = [
+            torch.autograd.forward_ad.unpack_dual(m(inputs_embeds=dual).logits).tangent
+            for m in (ours, theirs)
+        ]
+    torch.testing.assert_close(*tangents, rtol=1e-4, atol=1e-5)
 
 
 def test_traced_model_keeps_the_mask():
