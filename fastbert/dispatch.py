@@ -187,6 +187,8 @@ def choose(op: Op, device: torch.device, args: tuple) -> str:
     Raises:
         NotImplementedError: the bound backend cannot take these inputs.
     """
+    if not op.cpu and op.triton is None:
+        return "reference"
     binding = _bound()
     wanted = binding.get(op.room) or binding.get("*", "auto")
     if wanted != "auto":

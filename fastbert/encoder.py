@@ -30,7 +30,7 @@ from fastbert.reference.philox import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class EncoderLayerSpec:
     """One post-norm layer: its modules and numbers.
 

@@ -113,54 +113,66 @@ class BertLayer(CachesWeights, modeling_bert.BertLayer):
 
     def spec(self, index: int) -> EncoderLayerSpec:
         """The layer's modules in the encoder's terms, at place `index` of the encoder."""
-        attention, attention_output = self.attention.self, self.attention.output
+        # Through the modules' own tables: attribute access on modules is a search, and this runs
+        # for every layer of every forward.
+        parts = self._modules
+        attention = parts["attention"]._modules
+        self_attention = attention["self"]
+        projections, attention_output = self_attention._modules, attention["output"]._modules
+        intermediate, output = parts["intermediate"], parts["output"]._modules
+        activation = intermediate.intermediate_act_fn
+        dropout = projections["dropout"]
         return EncoderLayerSpec(
             index=index,
-            query=attention.query,
-            key=attention.key,
-            value=attention.value,
-            attention_output=attention_output.dense,
-            attention_output_dropout=attention_output.dropout,
-            attention_norm=attention_output.LayerNorm,
-            intermediate=self.intermediate.dense,
-            activation=self.intermediate.intermediate_act_fn,
-            approximate=gelu_form(self.intermediate.intermediate_act_fn),
-            output=self.output.dense,
-            output_dropout=self.output.dropout,
-            output_norm=self.output.LayerNorm,
-            num_heads=attention.num_attention_heads,
-            head_dim=attention.attention_head_size,
-            softmax_scale=attention.scaling,
-            attention_dropout_p=attention.dropout.p if attention.training else 0.0,
+            query=projections["query"],
+            key=projections["key"],
+            value=projections["value"],
+            attention_output=attention_output["dense"],
+            attention_output_dropout=attention_output["dropout"],
+            attention_norm=attention_output["LayerNorm"],
+            intermediate=intermediate._modules["dense"],
+            activation=activation,
+            approximate=gelu_form(activation),
+            output=output["dense"],
+            output_dropout=output["dropout"],
+            output_norm=output["LayerNorm"],
+            num_heads=self_attention.num_attention_heads,
+            head_dim=self_attention.attention_head_size,
+            softmax_scale=self_attention.scaling,
+            attention_dropout_p=dropout.p if self_attention.training else 0.0,
         )
 
     def dropout_active(self) -> bool:
         """Whether this layer reads the rng_state; each dropout goes by its own training flag."""
-        attention = self.attention
+        attention = self._modules["attention"]._modules
+        self_attention = attention["self"]
         return (
-            dropout_p(attention.output.dropout) > 0
-            or dropout_p(self.output.dropout) > 0
-            or (attention.self.training and attention.self.dropout.p > 0)
+            dropout_p(attention["output"]._modules["dropout"]) > 0
+            or dropout_p(self._modules["output"]._modules["dropout"]) > 0
+            or (self_attention.training and self_attention._modules["dropout"].p > 0)
         )
 
     def why_not_packed(self) -> str | None:
         """What about this layer keeps it from packed rows."""
+        parts = self._modules
+        attention = parts["attention"]
         expected = (
-            (self.attention, modeling_bert.BertAttention),
-            (self.attention.self, modeling_bert.BertSelfAttention),
-            (self.attention.output, modeling_bert.BertSelfOutput),
-            (self.intermediate, modeling_bert.BertIntermediate),
-            (self.output, modeling_bert.BertOutput),
+            (attention, modeling_bert.BertAttention),
+            (attention._modules["self"], modeling_bert.BertSelfAttention),
+            (attention._modules["output"], modeling_bert.BertSelfOutput),
+            (parts["intermediate"], modeling_bert.BertIntermediate),
+            (parts["output"], modeling_bert.BertOutput),
         )
         for module, kind in expected:
             if type(module) is not kind:
                 return f"a layer holds a {type(module).__name__} in place of {kind.__name__}"
             if not is_unhooked(module):
                 return f"{kind.__name__} has hooks"
-        if not is_unhooked(self.attention.self.dropout):
-            return "the dropout of the attention probabilities has hooks"
-        if type(self.attention.self.dropout) is not nn.Dropout:
+        dropout = attention._modules["self"]._modules["dropout"]
+        if type(dropout) is not nn.Dropout:
             return "the dropout of the attention probabilities was replaced"
+        if not is_unhooked(dropout):
+            return "the dropout of the attention probabilities has hooks"
         if self.is_decoder or self.add_cross_attention:
             return "the layer is a decoder's"
         return None

@@ -47,6 +47,9 @@ def attention_reference(
         out: `(Tq, N, D)`, 0 where there is no key and behind the last sequence.
         softmax_lse: `(N, Tq)` fp32, log Σ exp of the scaled scores, -inf there.
     """
+    # In half precision torch's kernel does not round scores as the backward below will.
+    if threshold == 0 and window is None and q.dtype == accumulation_dtype(q.dtype):
+        return _without_dropout(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale)
     num_heads = q.shape[1]
     out = q.new_zeros(q.shape)
     lse = q.new_full((num_heads, q.shape[0]), -math.inf, dtype=accumulation_dtype(q.dtype))
@@ -67,6 +70,26 @@ def attention_reference(
             if keep is not None:
                 weights = torch.where(keep[:, local], weights, 0).mul_(dropout_scale(threshold))
             out[rows] = torch.bmm(weights.to(q.dtype), value).transpose(0, 1)
+    return out, lse
+
+
+def _without_dropout(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale):
+    """The same by torch's own CPU kernel, one call for each run of sequences of equal lengths."""
+    out = q.new_zeros(q.shape)
+    lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=accumulation_dtype(q.dtype))
+    for count, queries, keys in _equal_runs(cu_seqlens_q, cu_seqlens_k):
+        tile, tile_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+            *(
+                x[rows].unflatten(0, (count, -1)).transpose(1, 2)
+                for x, rows in ((q, queries), (k, keys), (v, keys))
+            ),
+            scale=softmax_scale,
+        )
+        tile, tile_lse = tile.transpose(1, 2).flatten(0, 1), tile_lse.transpose(0, 1).flatten(1)
+        if _length(queries) == q.shape[0]:
+            return tile, tile_lse
+        out[queries] = tile
+        lse[:, queries] = tile_lse
     return out, lse
 
 
@@ -128,6 +151,32 @@ def _sequences(
         keys = slice(starts_k[sequence], starts_k[sequence + 1])
         if _length(queries) > 0 and _length(keys) > 0:
             yield sequence, queries, keys
+
+
+def _equal_runs(
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor
+) -> Iterator[tuple[int, slice, slice]]:
+    """Number, query rows and key rows of neighbouring sequences with the same two lengths."""
+    run = None
+    for _, queries, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
+        lengths = _length(queries), _length(keys)
+        if run is not None and (*lengths, queries.start, keys.start) == run[1:]:
+            run = (run[0] + 1, *lengths, queries.stop, keys.stop)
+            continue
+        if run is not None:
+            yield _rows_of(run)
+        run = (1, *lengths, queries.stop, keys.stop)
+    if run is not None:
+        yield _rows_of(run)
+
+
+def _rows_of(run: tuple[int, int, int, int, int]) -> tuple[int, slice, slice]:
+    count, length_q, length_k, stop_q, stop_k = run
+    return (
+        count,
+        slice(stop_q - count * length_q, stop_q),
+        slice(stop_k - count * length_k, stop_k),
+    )
 
 
 def _mask(keep_mask: KeepMask | None, sequence: int, queries: slice, keys: slice):
