@@ -135,7 +135,6 @@ def _self_attention(spec, hidden_states, batch, rng_state, cache) -> torch.Tenso
 
 
 def _feed_forward(spec, hidden_states, rng_state, cache) -> torch.Tensor:
-    site = layer_site(spec.index, PLACE_FFN_OUTPUT)
     fused_in = spec.approximate is not None and is_plain_linear(spec.intermediate)
     if fused_in and is_plain_linear(spec.output):
         dtype = compute_dtype(hidden_states)
