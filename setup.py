@@ -56,6 +56,7 @@ def extension():
         # No trapping or errno arithmetic: without them selections and roundings vectorise.
         extra_compile_args=[
             "-O3",
+            "-g0",
             "-fopenmp",
             "-fno-math-errno",
             "-fno-trapping-math",
