@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fastbert import dispatch
+from fastbert.ops import index_flags
 from fastbert.ops.unpad import pad, unpad
 
 
@@ -158,8 +159,12 @@ def check_mask_shape(name: str, mask: torch.Tensor, batch_size: int, seqlen: int
 
 def _pack_counted(real, computed, required, batch_size: int, seqlen: int) -> PackedBatch:
     num_rows = batch_size * seqlen
-    counted = torch.stack([m.sum() for m in (real, computed, required) if m is not None])
-    num_real, num_computed, num_required = (*counted.tolist(), None)[:3]
+    flag = index_flags.pending(real.device)
+    counted = [m.sum() for m in (real, computed, required) if m is not None]
+    counts = torch.stack([*counted, *([] if flag is None else [flag])]).tolist()
+    if flag is not None and counts.pop():
+        index_flags.raise_pending(real.device)
+    num_real, num_computed, num_required = (*counts, None)[:3]
     if num_real == num_rows:
         batch = dense_batch(batch_size, seqlen, real.device)
         return replace(batch, num_required=num_required)

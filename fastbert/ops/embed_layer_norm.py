@@ -6,6 +6,7 @@ Letters: T rows, C features, V vocabulary.
 import torch
 
 from fastbert import dispatch
+from fastbert.ops import index_flags
 from fastbert.ops.philox import check_rng_state, row_keep_mask_op
 from fastbert.reference.embed_layer_norm import (
     embed_layer_norm_bwd_reference,
@@ -76,8 +77,19 @@ def _keep_mask(num_rows, num_cols, dropout_p, site, rng_state):
     return threshold, row_keep_mask_op(rng_state, num_rows, num_cols, threshold, site)
 
 
+def _within_tables(ids, tables):
+    """The ids as kernels may use them: checked already on a CPU, clamped elsewhere."""
+    return [
+        index_flags.clamped(index, table.shape[0])
+        if index is not None and index_flags.must_not_wait(index)
+        else index
+        for index, table in zip(ids, tables, strict=True)
+    ]
+
+
 def _fwd_with_mask(*args):
     *tensors, eps, inputs_embeds, dropout_p, site, rng_state, out_dtype = args
+    tensors[:3] = _within_tables(tensors[:3], tensors[3:6])
     size = (tensors[1].shape[0], tensors[6].shape[0])
     threshold, keep = _keep_mask(*size, dropout_p, site, rng_state)
     return embed_layer_norm_reference(*tensors, eps, inputs_embeds, threshold, keep, out_dtype)
@@ -85,6 +97,7 @@ def _fwd_with_mask(*args):
 
 def _bwd_with_mask(*args):
     *tensors, padding_idx, dropout_p, site, rng_state, needs = args
+    tensors[2:5] = _within_tables(tensors[2:5], tensors[5:8])
     threshold, keep = _keep_mask(*tensors[1].shape, dropout_p, site, rng_state)
     return embed_layer_norm_bwd_reference(*tensors, padding_idx, threshold, keep, needs)
 
@@ -206,7 +219,8 @@ def embed_layer_norm(
 
     Raises:
         ValueError: both or neither of input_ids and inputs_embeds, shapes that do not fit, on a
-            CPU an id outside its table, dropout_p outside [0, 1], a wrong rng_state.
+            CPU an id outside its table (elsewhere see fastbert.ops.index_flags), dropout_p outside
+            [0, 1], a wrong rng_state.
         RuntimeError: in backward with create_graph=True.
     """
     if (input_ids is None) == (inputs_embeds is None):

@@ -100,6 +100,26 @@ def test_ids_out_of_range_raise(pair, inputs, name, value):
         _states(pair[0], **inputs)
 
 
+def test_ids_out_of_range_on_a_device_that_must_not_be_waited_for(pair, inputs, monkeypatch):
+    """They are clamped, gradients too, and the next forward that reads from the device raises."""
+    from fastbert import dispatch
+    from fastbert.ops import index_flags
+
+    monkeypatch.setattr(index_flags, "must_not_wait", lambda tensor: True)
+    monkeypatch.setattr(dispatch, "is_checkable", lambda tensor: False)
+    wrong = dict(inputs, input_ids=inputs["input_ids"].clone())
+    wrong["input_ids"][0, 1] = 1000
+    pair[0](**inputs)
+    pair[0](**inputs)
+    outputs = pair[0](**wrong)
+    outputs.last_hidden_state.sum().backward()
+    assert outputs.last_hidden_state.isfinite().all()
+    with pytest.raises(IndexError, match="earlier forward on cpu had input_ids"):
+        pair[0](**inputs)
+    pair[0](**inputs)
+    index_flags._flags.clear()
+
+
 def test_too_long_raises(pair):
     limit = pair[0].config.max_position_embeddings
     with pytest.raises(ValueError, match=str(limit)):
