@@ -1,4 +1,4 @@
-"""Ids outside their table on devices that must not be waited for.
+"""Ids and labels outside their table on devices that must not be waited for.
 
 On a CPU they raise before any kernel runs. On a GPU looking at them would stall the host in every
 forward, and an unchecked one kills the process with a device-side assertion. There they are
@@ -38,7 +38,7 @@ def raise_pending(device: torch.device) -> None:
     """
     _flags.pop(device)
     raise IndexError(
-        f"an earlier forward on {device} had input_ids, token_type_ids or position_ids outside "
-        "their tables; its results are wrong. Check the tokenizer against the model's config, or "
+        f"an earlier forward on {device} had input_ids, token_type_ids, position_ids or "
+        "labels outside their tables; its results are wrong. Check the tokenizer against the model's config, or "
         "run that batch on a CPU, where the id is named"
     )

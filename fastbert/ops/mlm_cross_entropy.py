@@ -6,6 +6,7 @@ Letters: P rows, C features, V vocabulary.
 import torch
 
 from fastbert import dispatch
+from fastbert.ops import index_flags
 from fastbert.ops.linear_gelu import autocast_inputs
 from fastbert.reference.mlm_cross_entropy import (
     mlm_cross_entropy_bwd_reference,
@@ -39,6 +40,30 @@ def _bwd_fake(
     )
 
 
+def _within_vocabulary(labels, vocab_size, ignore_index):
+    """The labels as kernels may use them: checked already on a CPU, clamped elsewhere."""
+    if not index_flags.must_not_wait(labels):
+        return labels
+    ignored = labels == ignore_index
+    return index_flags.clamped(labels.masked_fill(ignored, 0), vocab_size).masked_fill(
+        ignored, ignore_index
+    )
+
+
+def _fwd_checked(hidden, weight, bias, labels, ignore_index, label_smoothing, z_loss):
+    labels = _within_vocabulary(labels, weight.shape[0], ignore_index)
+    return mlm_cross_entropy_reference(
+        hidden, weight, bias, labels, ignore_index, label_smoothing, z_loss
+    )
+
+
+def _bwd_checked(dloss, hidden, weight, bias, labels, lse, ignore_index, *options):
+    labels = _within_vocabulary(labels, weight.shape[0], ignore_index)
+    return mlm_cross_entropy_bwd_reference(
+        dloss, hidden, weight, bias, labels, lse, ignore_index, *options
+    )
+
+
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss"
 mlm_cross_entropy_fwd = dispatch.register_op(
     "mlm_cross_entropy_fwd",
@@ -46,7 +71,7 @@ mlm_cross_entropy_fwd = dispatch.register_op(
     "-> (Tensor loss, Tensor lse)",
     room="mlm_cross_entropy",
     fake=_fwd_fake,
-    reference=mlm_cross_entropy_reference,
+    reference=_fwd_checked,
 )
 mlm_cross_entropy_bwd = dispatch.register_op(
     "mlm_cross_entropy_bwd",
@@ -55,7 +80,7 @@ mlm_cross_entropy_bwd = dispatch.register_op(
     "-> (Tensor dhidden, Tensor dweight, Tensor dbias)",
     room="mlm_cross_entropy",
     fake=_bwd_fake,
-    reference=mlm_cross_entropy_bwd_reference,
+    reference=_bwd_checked,
 )
 
 
@@ -113,8 +138,8 @@ def mlm_cross_entropy(
         `(P,)` fp32, 0 at ignored rows; sum and divide by the count that is meant.
 
     Raises:
-        ValueError: shapes that do not fit, on a CPU a label outside the vocabulary, label_smoothing
-            outside [0, 1).
+        ValueError: shapes that do not fit, on a CPU a label outside the vocabulary (elsewhere see
+            fastbert.ops.index_flags), label_smoothing outside [0, 1).
         RuntimeError: in backward with create_graph=True.
     """
     _check(hidden, weight, bias, labels, ignore_index, label_smoothing)

@@ -117,6 +117,15 @@ def test_ids_out_of_range_on_a_device_that_must_not_be_waited_for(pair, inputs, 
     with pytest.raises(IndexError, match="earlier forward on cpu had input_ids"):
         pair[0](**inputs)
     pair[0](**inputs)
+    ours, theirs = model_pair("BertForMaskedLM", small_bert_config())
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    torch.testing.assert_close(
+        ours(**inputs, labels=labels).loss, theirs(**inputs, labels=labels).loss
+    )
+    labels[0, 0] = 99
+    ours(**inputs, labels=labels).loss.backward()
+    with pytest.raises(IndexError, match="labels"):
+        ours(**inputs)
     index_flags._flags.clear()
 
 
