@@ -38,7 +38,7 @@ def raise_pending(device: torch.device) -> None:
     """
     _flags.pop(device)
     raise IndexError(
-        f"an earlier forward on {device} had input_ids, token_type_ids, position_ids or "
-        "labels outside their tables; its results are wrong. Check the tokenizer against the model's config, or "
-        "run that batch on a CPU, where the id is named"
+        f"an earlier forward on {device} had input_ids, token_type_ids, position_ids or labels "
+        "outside their tables; its results are wrong. Check the tokenizer against the model's "
+        "config, or run that batch on a CPU, where the id is named"
     )
