@@ -313,11 +313,6 @@ def counters() -> Counter[tuple[str, str]]:
     return Counter(_calls)
 
 
-def reset_counters() -> None:
-    """Sets all counters to zero."""
-    _calls.clear()
-
-
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
     """Whether an op has to record a backward: without one it is called directly."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

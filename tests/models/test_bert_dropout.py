@@ -92,7 +92,6 @@ def test_dropout_is_where_transformers_has_it(monkeypatch):
     for index, layer in enumerate(theirs.bert.encoder.layer):
         layer.attention.output.dropout = _Masks(rng_state, 8 * index + 1, p)
         layer.output.dropout = _Masks(rng_state, 8 * index + 2, p)
-        layer.attention.self.layer_index = index
 
     def dropout(x, p=0.5, training=True, inplace=False):
         assert x.dim() == 4

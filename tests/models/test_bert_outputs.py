@@ -83,10 +83,6 @@ def test_outputs_without_pooler():
 def test_logits_cost_nothing_until_read():
     ours, theirs, inputs = _setup()
     ours.train(), theirs.train()
-    labelled = int((inputs["labels"] != -100).sum())
-    calls = []
-    ours.cls.predictions.decoder.register_forward_hook(lambda *a: calls.append(a[2].shape[0]))
-    ours.cls.predictions.decoder._forward_hooks.clear()
     with assert_ran("mlm_cross_entropy_fwd"):
         outputs = ours(**inputs)
     assert list(outputs.keys()) == ["loss", "logits"]
@@ -96,7 +92,6 @@ def test_logits_cost_nothing_until_read():
     assert lazy.deferred._value is None
     outputs.loss.backward()
     assert lazy.deferred._value is None
-    assert labelled < inputs["input_ids"].numel()
     reference = theirs(**inputs)
     real = inputs["attention_mask"] != 0
     torch.testing.assert_close(outputs.logits[real], reference.logits[real], rtol=0, atol=1e-5)
