@@ -36,7 +36,7 @@ METADATA = {
 
 
 class Deferred:
-    """Values computed at most once, with the autocast state of their forward, from weights that
+    """Values computed at most once, in the autocast and gradient modes of their forward, from weights that
     must not have changed since.
 
     Args:
@@ -56,6 +56,7 @@ class Deferred:
         self._fingerprint = Fingerprint(self._weights)
         self._device = device
         self._autocast_dtype = autocast_dtype(device)
+        self._grad = torch.is_grad_enabled()
         self._value: torch.Tensor | None = None
 
     def value(self) -> torch.Tensor:
@@ -72,7 +73,7 @@ class Deferred:
                     "or call the model under torch.no_grad()"
                 )
             with (
-                torch.enable_grad(),
+                torch.set_grad_enabled(self._grad),
                 torch.autocast(
                     self._device.type,
                     dtype=self._autocast_dtype,

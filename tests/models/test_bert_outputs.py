@@ -175,6 +175,15 @@ def test_logits_read_after_the_weights_changed_raise(write):
         _ = outputs.logits
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_logits_have_the_gradient_mode_of_their_forward(mode):
+    ours, theirs, inputs = _setup()
+    with mode():
+        outputs, reference = ours.train()(**inputs), theirs.train()(**inputs)
+    with torch.no_grad():
+        assert outputs.logits.requires_grad == reference.logits.requires_grad
+
+
 def test_logits_can_be_refused():
     ours, _, inputs = _setup()
     for model in (ours.train(), ours.eval()):
