@@ -36,8 +36,8 @@ METADATA = {
 
 
 class Deferred:
-    """Values computed at most once, in the autocast and gradient modes of their forward, from weights that
-    must not have changed since.
+    """Values computed at most once, in the autocast and gradient modes of their forward, from
+    weights that must not have changed since.
 
     Args:
         compute: the head applied to the forward's hidden states.
