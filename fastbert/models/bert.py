@@ -235,8 +235,13 @@ class BertModel(transformers.BertModel):
         if self.config._attn_implementation not in ATTENTION_IMPLEMENTATIONS:
             return f"attn_implementation is {self.config._attn_implementation!r}"
         if attention_mask is not None:
+            if type(attention_mask).__name__ == "BlockMask":
+                return "attention_mask is flex attention's"
             if not isinstance(attention_mask, torch.Tensor):
-                return f"attention_mask is a {type(attention_mask).__name__}"
+                raise TypeError(
+                    "attention_mask must be a tensor of shape (batch, length), got a "
+                    f"{type(attention_mask).__name__}; ask the tokenizer for return_tensors='pt'"
+                )
             if attention_mask.dim() == 4:
                 return "attention_mask is given per query"
         return self._why_modules_not_packed()
@@ -311,6 +316,8 @@ class BertModel(transformers.BertModel):
             shape = "(batch, length, hidden)" if input_ids is None else "(batch, length)"
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tokens.shape)}")
         size = tokens.shape[:2]
+        if size[1] == 0:
+            raise ValueError("the input has 0 positions; a text needs at least one token")
         if cu_seq_lens_q is None:
             self._check_length(size[1], position_ids)
         if cu_seq_lens_q is not None:

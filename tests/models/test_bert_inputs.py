@@ -252,6 +252,14 @@ def test_every_length(pair, length):
     _close(actual, _states(pair[1], input_ids=ids))
 
 
+def test_lists_and_nothing_raise(pair):
+    ids = torch.ones(2, 5, dtype=torch.long)
+    with pytest.raises(TypeError, match="attention_mask must be a tensor"):
+        pair[0](ids, attention_mask=[[1] * 5] * 2)
+    with pytest.raises(ValueError, match="0 positions"):
+        pair[0](ids[:, :0])
+
+
 def test_wrong_label_shape_raises():
     ours, _ = model_pair("BertForMaskedLM", small_bert_config())
     with pytest.raises(ValueError, match="labels"):
