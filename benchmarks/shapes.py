@@ -28,7 +28,8 @@ RAGGED_32X128 = (
     128,
 )
 RAGGED_8X512 = ([512, 60, 190, 33, 410, 101, 275, 18], 512)
-TINY = ([5, 3, 9], 9)
+# Long enough that some of its tokens carry a label.
+TINY = ([21, 6, 13], 21)
 
 BATCHES = {
     "dense-8x128": DENSE_8X128,

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -21,24 +23,44 @@ def test_benchmarks_run():
     assert "skipped" not in run.stdout.splitlines()[-1]
 
 
-def test_benchmark_refuses_a_wrong_result(tmp_path):
-    """The same file with a plugin that breaks the reference: an assertion, not a figure."""
-    (tmp_path / "break_bias_gelu.py").write_text(
-        "import torch\n"
-        "from fastbert import dispatch\n"
+# file, what a plugin breaks in it, what the refusal says
+BROKEN = {
+    "op": (
+        "benchmarks/ops/bench_bias_gelu.py",
         "import fastbert.ops\n"
-        "op = dispatch.OPS['bias_gelu_fwd']\n"
+        "op = fastbert.dispatch.OPS['bias_gelu_fwd']\n"
         "right = op.reference\n"
-        "object.__setattr__(op, 'reference', lambda *a: right(*a) * 1.01)\n"
-    )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "break_bias_gelu"]
-    command += ["--tiny", "--benchmark-only", "benchmarks/ops/bench_bias_gelu.py"]
+        "object.__setattr__(op, 'reference', lambda *a: right(*a) * 1.01)\n",
+        "largest error",
+    ),
+    "gradient of a training step": (
+        "benchmarks/models/bench_mlm_step.py",
+        "import torch\n"
+        "import fastbert\n"
+        "right = fastbert.BertForMaskedLM.forward\n"
+        "def forward(self, *a, **k):\n"
+        "    out = right(self, *a, **k)\n"
+        "    if out.loss is not None and out.loss.requires_grad:\n"
+        "        out.loss.register_hook(lambda g: g * 1.01)\n"
+        "    return out\n"
+        "fastbert.BertForMaskedLM.forward = forward\n",
+        "gradient: relative error",
+    ),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_benchmark_refuses_a_wrong_result(tmp_path, broken):
+    """The same file with a plugin that breaks what it times: an assertion, not a figure."""
+    file, plugin, message = BROKEN[broken]
+    (tmp_path / "broken_plugin.py").write_text(plugin)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "broken_plugin"]
     run = subprocess.run(
-        command,
+        [*command, "--tiny", "--benchmark-only", file],
         cwd=ROOT,
         capture_output=True,
         text=True,
         env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"},
     )
     assert run.returncode != 0
-    assert "largest error" in run.stdout
+    assert message in run.stdout
