@@ -1,7 +1,7 @@
 """fastbert in four minutes: a real checkpoint encoded side by side with transformers, then a small
 BERT pretrained from nothing.
 
-    python examples/demo.py [--seconds 90] [--out build/demo]
+    python examples/demo.py [--seconds 90] [--out build/demo] [--threads N]
 
 Part 1 loads the 6-layer all-MiniLM-L6-v2 encoder, encodes sentences with both libraries and prints
 the largest difference and the speed of each. Part 2 trains a WordPiece vocabulary on the docstrings
@@ -39,12 +39,14 @@ console = Console()
 
 def main() -> int:
     arguments = parse(sys.argv[1:])
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     transformers.utils.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     if not arguments.checkpoint.is_dir():
-        console.print(f"no checkpoint at {arguments.checkpoint}; run: {INSTALL}")
+        say(f"no checkpoint at {arguments.checkpoint}; run: {INSTALL}")
         return 1
-    console.print("reading the docstrings of torch, transformers and numpy ...")
+    say("reading the docstrings of torch, transformers and numpy ...")
     texts = docstrings(arguments.texts)
     encode_real_sentences(arguments.checkpoint, texts, arguments.rounds)
     pretrain(texts, arguments.seconds, arguments.out)
@@ -56,9 +58,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=90, help="of pretraining")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "demo")
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
+    parser.add_argument("--threads", type=int, help="of torch; its own choice if not given")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds of encoding")
     parser.add_argument("--texts", type=int, default=20_000, help="most paragraphs to read")
     return parser.parse_args(argv)
+
+
+def say(line: str) -> None:
+    """Prints a line as it is: a command or a path that is folded cannot be copied."""
+    console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 # --- text -----------------------------------------------------------------------------------------
@@ -180,6 +188,9 @@ def pretrain(texts: list[str], seconds: float, out: Path) -> None:
     theirs.load_state_dict(ours.state_dict())
     steps = [masked_lm_step(model) for model in (ours, theirs)]
     curve = train(steps, batches, seconds)
+    if not console.is_terminal:
+        # Only a terminal gets a newline after the last table of Live.
+        console.line()
     check_saved(ours, tokenizer, next(batches), out)
     plot(curve, out / "loss_and_speed.png")
 
@@ -274,7 +285,7 @@ def check_saved(model, tokenizer, batch, out: Path) -> None:
         ours, theirs = model(**batch).loss.item(), loaded(**batch).loss.item()
     if abs(ours - theirs) > 1e-4:
         raise RuntimeError(f"the saved model's loss is {theirs}, the trained one's {ours}")
-    console.print(f"saved {folder}; transformers loads it: loss {theirs:.4f}, fastbert {ours:.4f}")
+    say(f"saved {folder}; transformers loads it: loss {theirs:.4f}, fastbert {ours:.4f}")
 
 
 def plot(curve: Curve, path: Path) -> None:
@@ -294,7 +305,7 @@ def plot(curve: Curve, path: Path) -> None:
     bottom.set_ylim(bottom=0)
     bottom.legend()
     figure.savefig(path, dpi=120)
-    console.print(f"plot: {path}")
+    say(f"plot: {path}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,7 +28,22 @@ def test_demo_runs(demo, real_checkpoint, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "checkpoint" / "model.safetensors").is_file()
 
 
-def test_demo_says_how_to_get_the_checkpoint(demo, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(demo.sys, "argv", ["demo.py", "--checkpoint", str(tmp_path / "none")])
+@pytest.mark.parametrize("length", range(0, 80, 13))
+def test_demo_says_how_to_get_the_checkpoint(demo, tmp_path, monkeypatch, capsys, length):
+    """The command stands on one line, wherever a terminal of 80 columns would fold it."""
+    missing = tmp_path / ("n" + "o" * length)
+    monkeypatch.setattr(demo.sys, "argv", ["demo.py", "--checkpoint", str(missing)])
     assert demo.main() == 1
-    assert "pip install --no-deps" in capsys.readouterr().out
+    assert demo.INSTALL in capsys.readouterr().out
+
+
+def test_demo_takes_a_number_of_threads(demo, tmp_path, monkeypatch):
+    before = torch.get_num_threads()
+    wanted = before + 1
+    arguments = ["--threads", str(wanted), "--checkpoint", str(tmp_path / "none")]
+    monkeypatch.setattr(demo.sys, "argv", ["demo.py", *arguments])
+    try:
+        demo.main()
+        assert torch.get_num_threads() == wanted
+    finally:
+        torch.set_num_threads(before)
