@@ -4,6 +4,9 @@
 #include <Python.h>
 #include <torch/library.h>
 
+#include <array>
+#include <vector>
+
 namespace fastbert {
 
 at::Tensor row_keep_mask_cpu(const at::Tensor&, int64_t, int64_t, int64_t, int64_t);
@@ -14,6 +17,46 @@ std::tuple<at::Tensor, at::Tensor> bias_gelu_bwd_cpu(const at::Tensor&, const at
                                                      const std::optional<at::Tensor>&,
                                                      std::string_view);
 
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_fwd_cpu(
+    const at::Tensor&, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
+    const at::Tensor&, const std::optional<at::Tensor>&, double, double, int64_t,
+    const std::optional<at::Tensor>&, at::ScalarType, bool);
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_bwd_cpu(
+    const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&,
+    const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&,
+    const std::optional<at::Tensor>&, double, int64_t, const std::optional<at::Tensor>&,
+    at::ScalarType);
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> embed_layer_norm_fwd_cpu(
+    const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&,
+    const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+    const std::optional<at::Tensor>&, double, const std::optional<at::Tensor>&, double, int64_t,
+    const std::optional<at::Tensor>&, at::ScalarType);
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
+embed_layer_norm_bwd_cpu(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+                         const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+                         const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                         const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&,
+                         std::optional<int64_t>, double, int64_t, const std::optional<at::Tensor>&,
+                         std::array<bool, 3>);
+at::Tensor pack_linear_weights(at::TensorList, at::ScalarType);
+at::Tensor linear_fwd_cpu(const at::Tensor&, at::TensorList, at::TensorList,
+                          const std::optional<at::Tensor>&);
+std::tuple<at::Tensor, std::vector<at::Tensor>, std::vector<at::Tensor>> linear_bwd_cpu(
+    const at::Tensor&, const at::Tensor&, at::TensorList, at::TensorList, bool, bool);
+std::tuple<at::Tensor, at::Tensor> linear_gelu_fwd_cpu(const at::Tensor&, const at::Tensor&,
+                                                       const std::optional<at::Tensor>&,
+                                                       const std::optional<at::Tensor>&,
+                                                       std::string_view, bool);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_gelu_bwd_cpu(
+    const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+    const at::Tensor&, std::string_view, bool, bool);
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gelu_mlp_bwd_cpu(
+    const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+    const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, std::string_view,
+    std::array<bool, 3>);
+at::Tensor unpad_cpu(const at::Tensor&, const at::Tensor&);
+at::Tensor pad_cpu(const at::Tensor&, const at::Tensor&, int64_t);
+
 }  // namespace fastbert
 
 TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
@@ -21,6 +64,22 @@ TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
   m.impl("score_keep_mask_cpu", &fastbert::score_keep_mask_cpu);
   m.impl("bias_gelu_fwd_cpu", &fastbert::bias_gelu_fwd_cpu);
   m.impl("bias_gelu_bwd_cpu", &fastbert::bias_gelu_bwd_cpu);
+  m.impl("add_layer_norm_fwd_cpu", &fastbert::add_layer_norm_fwd_cpu);
+  m.impl("add_layer_norm_bwd_cpu", &fastbert::add_layer_norm_bwd_cpu);
+  m.impl("embed_layer_norm_fwd_cpu", &fastbert::embed_layer_norm_fwd_cpu);
+  m.impl("embed_layer_norm_bwd_cpu", &fastbert::embed_layer_norm_bwd_cpu);
+  m.impl("linear_fwd_cpu", &fastbert::linear_fwd_cpu);
+  m.impl("linear_bwd_cpu", &fastbert::linear_bwd_cpu);
+  m.impl("linear_gelu_fwd_cpu", &fastbert::linear_gelu_fwd_cpu);
+  m.impl("linear_gelu_bwd_cpu", &fastbert::linear_gelu_bwd_cpu);
+  m.impl("gelu_mlp_bwd_cpu", &fastbert::gelu_mlp_bwd_cpu);
+  m.impl("unpad_cpu", &fastbert::unpad_cpu);
+  m.impl("pad_cpu", &fastbert::pad_cpu);
+}
+
+TORCH_LIBRARY_FRAGMENT(fastbert, m) {
+  m.def("pack_linear_weights(Tensor[] weights, ScalarType dtype) -> Tensor");
+  m.impl("pack_linear_weights", c10::DispatchKey::CPU, &fastbert::pack_linear_weights);
 }
 
 // An empty module: importing it runs the registrations above.

@@ -85,8 +85,8 @@ class WeightCache:
         self._entries = {}
 
     def get(
-        self, key, tensors: Sequence[torch.Tensor], build: Callable[[], torch.Tensor]
-    ) -> torch.Tensor:
+        self, key, tensors: Sequence[torch.Tensor], build: Callable[[], torch.Tensor | None]
+    ) -> torch.Tensor | None:
         """The copy under `key` if its sources are unchanged, else `build()`, kept."""
         entries = self._entries
         found = entries.get(key)
@@ -118,37 +118,28 @@ class CachesWeights(nn.Module):
         return super()._load_from_state_dict(*args, **kwargs)
 
 
-def packed_weight(
+def kept(
     cache: WeightCache | None,
     key,
     tensors: Sequence[torch.Tensor],
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """The rows of `tensors` under one another, in `dtype` where given.
+    build: Callable[[], torch.Tensor | None],
+) -> torch.Tensor | None:
+    """The copy of `tensors` that `build` makes, kept in `cache`; None where none may be kept.
 
-    Kept in `cache` where that is allowed: no gradients, no graph being traced, CPU. Everywhere
-    else it is made anew, as a differentiable function of `tensors`.
+    A copy is kept where no gradient is recorded, no graph is traced and the tensors are ordinary
+    ones on a CPU.
 
     Args:
         cache: the owner's cache.
         key: what the copy is, unique in `cache`.
-        tensors: one or more weights or biases with equal trailing shapes.
-        dtype: dtype of the copy; None keeps the sources'.
+        tensors: the weights it is made of.
+        build: makes it.
     """
-    dtype = dtype or tensors[0].dtype
-    if len(tensors) == 1 and tensors[0].dtype == dtype:
-        return tensors[0]
-
-    def build():
-        return (
-            torch.cat([t.to(dtype) for t in tensors]) if len(tensors) > 1 else tensors[0].to(dtype)
-        )
-
     if cache is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return build()
+        return None
     if not all(type(t) in (nn.Parameter, torch.Tensor) and t.device.type == "cpu" for t in tensors):
-        return build()
-    return cache.get((key, dtype), tensors, build)
+        return None
+    return cache.get(key, tensors, build)
 
 
 def refresh(model: nn.Module) -> None:

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fastbert import dispatch
-from fastbert.cache import WeightCache, packed_weight
+from fastbert.cache import WeightCache, kept
+from fastbert.ops import linear as linear_op
 from fastbert.ops.add_layer_norm import add_layer_norm
 from fastbert.ops.attention import attention, attention_packed_qkv
 from fastbert.ops.linear_gelu import gelu_mlp, linear_gelu
@@ -137,14 +137,16 @@ def _self_attention(spec, hidden_states, batch, rng_state, cache) -> torch.Tenso
 def _feed_forward(spec, hidden_states, rng_state, cache) -> torch.Tensor:
     fused_in = spec.approximate is not None and is_plain_linear(spec.intermediate)
     if fused_in and is_plain_linear(spec.output):
-        dtype = compute_dtype(hidden_states)
+        inner, outer = spec.intermediate.weight, spec.output.weight
         projected = gelu_mlp(
             hidden_states,
-            packed_weight(cache, "intermediate", [spec.intermediate.weight], dtype),
+            inner,
             spec.intermediate.bias,
-            packed_weight(cache, "output", [spec.output.weight], dtype),
+            outer,
             spec.output.bias,
             approximate=spec.approximate,
+            packed_in=packed(cache, "intermediate", [inner], hidden_states),
+            packed_out=packed(cache, "output", [outer], hidden_states),
         )
     elif fused_in:
         activated = linear_gelu(
@@ -152,6 +154,7 @@ def _feed_forward(spec, hidden_states, rng_state, cache) -> torch.Tensor:
             spec.intermediate.weight,
             spec.intermediate.bias,
             approximate=spec.approximate,
+            packed=packed(cache, "intermediate", [spec.intermediate.weight], hidden_states),
         )
         projected = linear(spec.output, activated, cache, "output")
     else:
@@ -164,21 +167,25 @@ def _feed_forward(spec, hidden_states, rng_state, cache) -> torch.Tensor:
 
 
 def linear(module: nn.Module, x: torch.Tensor, cache: WeightCache | None, key) -> torch.Tensor:
-    """`module(x)`, through a cast copy of its weight where autocast would cast it at every call."""
+    """`module(x)`, by the op and a packed copy of its weight where it is plain."""
     if not is_plain_linear(module):
         return module(x)
-    return F.linear(x, packed_weight(cache, key, [module.weight], compute_dtype(x)), module.bias)
+    weight = packed(cache, key, [module.weight], x)
+    return linear_op.linear(x, module.weight, module.bias, packed=weight)
 
 
 def _stacked_linear(modules, x: torch.Tensor, cache: WeightCache | None, key) -> torch.Tensor:
     """The outputs of several Linears of one input side by side, by one matmul."""
-    dtype = compute_dtype(x)
-    weight = packed_weight(cache, key, [m.weight for m in modules], dtype)
-    if all(m.bias is None for m in modules):
-        return F.linear(x, weight)
-    biases = [m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in modules]
-    bias = packed_weight(cache, f"{key}_bias", biases, dtype)
-    return F.linear(x, weight, bias)
+    weights, biases = [m.weight for m in modules], None
+    if any(m.bias is not None for m in modules):
+        biases = [m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in modules]
+    return linear_op.linear(x, weights, biases, packed=packed(cache, key, weights, x))
+
+
+def packed(cache: WeightCache | None, key, weights, x: torch.Tensor) -> torch.Tensor | None:
+    """The weights as the matmul of x reads them, where the cache may keep them."""
+    dtype = compute_dtype(x) or x.dtype
+    return kept(cache, (key, dtype), weights, lambda: linear_op.pack_weights(weights, dtype))
 
 
 def add_norm(

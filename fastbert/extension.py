@@ -5,16 +5,21 @@ was not built}`. C++ code compiled against one torch can crash under another, so
 not match is refused here and every op runs its other implementations.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 RECORD = Path(__file__).with_name("_C.json")
 REMEDY = "rebuild from the source with: pip install --no-build-isolation ."
+
+CPU_ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
+"""Instruction sets the C++ kernels are compiled for, in rising order."""
 
 
 @functools.cache
@@ -45,3 +50,35 @@ def why_not(record: Path) -> str | None:
     if importlib.util.find_spec("fastbert._C") is None:
         return f"compiled kernels are missing although a build was recorded; {REMEDY}"
     return None
+
+
+def cpu_isa() -> str | None:
+    """The instruction set the C++ kernels use: the best of this machine, unless
+    FASTBERT_CPU_ISA or `use_cpu_isa` says less; None without compiled kernels."""
+    return None if load() is not None else torch.ops.fastbert.cpu_isa("")
+
+
+def cpu_isas() -> tuple[str, ...]:
+    """The instruction sets this machine can run, in rising order."""
+    if load() is not None:
+        return ()
+    with use_cpu_isa("best"):
+        return CPU_ISAS[: CPU_ISAS.index(cpu_isa()) + 1]
+
+
+@contextlib.contextmanager
+def use_cpu_isa(name: str) -> Iterator[None]:
+    """Runs the C++ kernels of one instruction set inside a `with` block, in the whole process.
+
+    Args:
+        name: one of CPU_ISAS, or `best`.
+
+    Raises:
+        ValueError: unknown name, or one this machine cannot run.
+    """
+    before = cpu_isa()
+    torch.ops.fastbert.cpu_isa(name)
+    try:
+        yield
+    finally:
+        torch.ops.fastbert.cpu_isa(before)

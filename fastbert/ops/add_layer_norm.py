@@ -4,6 +4,7 @@ optional. Letters: T rows, C features."""
 import torch
 
 from fastbert import dispatch
+from fastbert.ops.kernel_inputs import dtype_reasons, width_reasons
 from fastbert.ops.philox import check_rng_state, row_keep_mask_op
 from fastbert.reference.add_layer_norm import (
     add_layer_norm_bwd_reference,
@@ -76,6 +77,14 @@ def _bwd_with_mask(
     )
 
 
+def _fwd_kernel_reasons(x, linear_bias, residual, *_) -> list[str]:
+    return dtype_reasons(x=x, residual=residual) + width_reasons(x)
+
+
+def _bwd_kernel_reasons(dy, dh, h, *_) -> list[str]:
+    return dtype_reasons(dy=dy, h=h) + width_reasons(h)
+
+
 add_layer_norm_fwd = dispatch.register_op(
     "add_layer_norm_fwd",
     "(Tensor x, Tensor? linear_bias, Tensor? residual, Tensor weight, Tensor? bias, float eps, "
@@ -84,6 +93,8 @@ add_layer_norm_fwd = dispatch.register_op(
     room="add_layer_norm",
     fake=_fwd_fake,
     reference=_fwd_with_mask,
+    cpu=True,
+    not_supported={"cpu": _fwd_kernel_reasons},
 )
 add_layer_norm_bwd = dispatch.register_op(
     "add_layer_norm_bwd",
@@ -93,6 +104,8 @@ add_layer_norm_bwd = dispatch.register_op(
     room="add_layer_norm",
     fake=_bwd_fake,
     reference=_bwd_with_mask,
+    cpu=True,
+    not_supported={"cpu": _bwd_kernel_reasons},
 )
 
 

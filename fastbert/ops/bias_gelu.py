@@ -3,13 +3,12 @@
 import torch
 
 from fastbert import dispatch
+from fastbert.ops.kernel_inputs import dtype_reasons
 from fastbert.reference.bias_gelu import (
     APPROXIMATIONS,
     bias_gelu_bwd_reference,
     bias_gelu_fwd_reference,
 )
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _fwd_fake(x, bias, approximate):
@@ -22,11 +21,7 @@ def _bwd_fake(dy, x, bias, approximate):
 
 
 def _kernel_reasons(*args) -> list[str]:
-    x, bias = args[-3], args[-2]
-    reasons = [] if x.dtype in DTYPES else [f"x is {x.dtype}, kernels take fp32, bf16 and fp16"]
-    if bias is not None and bias.dtype not in DTYPES:
-        reasons.append(f"bias is {bias.dtype}, kernels take fp32, bf16 and fp16")
-    return reasons
+    return dtype_reasons(x=args[-3], bias=args[-2])
 
 
 bias_gelu_fwd = dispatch.register_op(

@@ -7,6 +7,7 @@ import torch
 
 from fastbert import dispatch
 from fastbert.ops import index_flags
+from fastbert.ops.kernel_inputs import dtype_reasons, width_reasons
 from fastbert.ops.philox import check_rng_state, row_keep_mask_op
 from fastbert.reference.embed_layer_norm import (
     embed_layer_norm_bwd_reference,
@@ -102,6 +103,19 @@ def _bwd_with_mask(*args):
     return embed_layer_norm_bwd_reference(*tensors, padding_idx, threshold, keep, needs)
 
 
+def _fwd_kernel_reasons(*args) -> list[str]:
+    words, *tables = args[3:6] if args[9] is None else (args[9], *args[4:6])
+    reasons = dtype_reasons(words=words) + width_reasons(words)
+    if any(table.dtype != words.dtype for table in tables):
+        reasons.append("the tables differ in dtype, the C++ kernel takes one")
+    return reasons
+
+
+def _bwd_kernel_reasons(dy, h, *args) -> list[str]:
+    tables = dict(zip(("word", "token_type", "position"), args[3:6], strict=True))
+    return dtype_reasons(dy=dy, h=h, **tables) + width_reasons(h)
+
+
 embed_layer_norm_fwd = dispatch.register_op(
     "embed_layer_norm_fwd",
     "(Tensor? input_ids, Tensor token_type_ids, Tensor position_ids, Tensor? word_weight, "
@@ -111,6 +125,8 @@ embed_layer_norm_fwd = dispatch.register_op(
     room="embed_layer_norm",
     fake=_fwd_fake,
     reference=_fwd_with_mask,
+    cpu=True,
+    not_supported={"cpu": _fwd_kernel_reasons},
 )
 embed_layer_norm_bwd = dispatch.register_op(
     "embed_layer_norm_bwd",
@@ -122,6 +138,8 @@ embed_layer_norm_bwd = dispatch.register_op(
     room="embed_layer_norm",
     fake=_bwd_fake,
     reference=_bwd_with_mask,
+    cpu=True,
+    not_supported={"cpu": _bwd_kernel_reasons},
 )
 
 

@@ -7,50 +7,93 @@ costs C + F elements.
 """
 
 import torch
-import torch.nn.functional as F
 
 from fastbert import dispatch
 from fastbert.ops.bias_gelu import bias_gelu_bwd, bias_gelu_fwd, check_approximate
-from fastbert.reference.precision import accumulation_dtype
+from fastbert.ops.kernel_inputs import dtype_reasons
+from fastbert.ops.linear import autocast_input, check_linear, linear_bwd, linear_fwd
 
 
-def _fwd_fake(x, weight, bias, approximate):
-    preact = x.new_empty((x.shape[0], weight.shape[0]))
-    return torch.empty_like(preact), preact
+def _fwd_fake(x, weight, bias, packed, approximate, keep_preact):
+    y = x.new_empty((x.shape[0], weight.shape[0]))
+    return y, torch.empty_like(y) if keep_preact else x.new_empty(0)
 
 
 def _bwd_fake(dy, x, weight, bias, preact, approximate, need_dx, need_dweight):
-    dx = x.new_empty(x.shape) if need_dx else x.new_empty(0)
-    dweight = weight.new_empty(weight.shape) if need_dweight else weight.new_empty(0)
-    return dx, dweight, weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    dx = x.new_empty(x.shape if need_dx else 0)
+    dweight = weight.new_empty(weight.shape if need_dweight else 0)
+    return dx, dweight, weight.new_empty(0) if bias is None else torch.empty_like(bias)
 
 
-def _fwd_composed(x, weight, bias, approximate):
-    """torch's matmul, then whichever `bias_gelu` serves this device."""
-    preact = F.linear(x, weight, bias)
-    return bias_gelu_fwd(preact, None, approximate), preact
+def _mlp_bwd_fake(dout, x, weight_in, bias_in, preact, weight_out, bias_out, approximate, needs):
+    need_dx, need_dweight_in, need_dweight_out = needs
+    empty = x.new_empty(0)
+    return (
+        x.new_empty(x.shape if need_dx else 0),
+        torch.empty_like(weight_in) if need_dweight_in else empty,
+        empty if bias_in is None else torch.empty_like(bias_in),
+        torch.empty_like(weight_out) if need_dweight_out else empty.clone(),
+        empty.clone() if bias_out is None else torch.empty_like(bias_out),
+    )
+
+
+def _fwd_composed(x, weight, bias, packed, approximate, keep_preact):
+    """The matmul, then the GELU, by whatever serves each."""
+    preact = linear_fwd(x, [weight], [] if bias is None else [bias], packed)
+    y = bias_gelu_fwd(preact, None, approximate)
+    return y, preact if keep_preact else x.new_empty(0)
 
 
 def _bwd_composed(dy, x, weight, bias, preact, approximate, need_dx, need_dweight):
     dpreact, _ = bias_gelu_bwd(dy, preact, None, approximate)
-    dx = dpreact @ weight if need_dx else x.new_empty(0)
-    dweight = dpreact.t() @ x if need_dweight else weight.new_empty(0)
-    if bias is None:
-        return dx, dweight, weight.new_empty(0)
-    return dx, dweight, _column_sums(dpreact, bias)
+    biases = [] if bias is None else [bias]
+    dx, dweights, dbiases = linear_bwd(dpreact, x, [weight], biases, need_dx, need_dweight)
+    empty = weight.new_empty(0)
+    return dx, dweights[0] if need_dweight else empty, dbiases[0] if biases else empty.clone()
 
 
-def _column_sums(gradient: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The gradient of a bias: summed in fp32, rounded once."""
-    return gradient.sum(0, dtype=accumulation_dtype(bias.dtype)).to(bias.dtype)
+def _mlp_bwd_composed(
+    dout, x, weight_in, bias_in, preact, weight_out, bias_out, approximate, needs
+):
+    need_dx, need_dweight_in, need_dweight_out = needs
+    inner = need_dx or need_dweight_in or bias_in is not None
+    y = bias_gelu_fwd(preact, None, approximate) if need_dweight_out else preact
+    biases = [] if bias_out is None else [bias_out]
+    dy, dweights, dbiases = linear_bwd(dout, y, [weight_out], biases, inner, need_dweight_out)
+    empties = [x.new_empty(0) for _ in range(5)]
+    gradients = empties[:3]
+    if inner:
+        gradients = _bwd_composed(
+            dy, x, weight_in, bias_in, preact, approximate, need_dx, need_dweight_in
+        )
+    return (
+        *gradients,
+        dweights[0] if need_dweight_out else empties[3],
+        dbiases[0] if biases else empties[4],
+    )
+
+
+def _fwd_kernel_reasons(x, weight, *_) -> list[str]:
+    return dtype_reasons(x=x, weight=weight)
+
+
+def _bwd_kernel_reasons(dy, x, weight, *_) -> list[str]:
+    return dtype_reasons(dy=dy, x=x, weight=weight)
+
+
+def _mlp_bwd_kernel_reasons(dout, x, weight_in, bias_in, preact, weight_out, *_) -> list[str]:
+    return dtype_reasons(dout=dout, x=x, weight_in=weight_in, weight_out=weight_out)
 
 
 linear_gelu_fwd = dispatch.register_op(
     "linear_gelu_fwd",
-    "(Tensor x, Tensor weight, Tensor? bias, str approximate) -> (Tensor y, Tensor preact)",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? packed, str approximate, bool keep_preact) "
+    "-> (Tensor y, Tensor preact)",
     room="linear_gelu",
     fake=_fwd_fake,
     reference=_fwd_composed,
+    cpu=True,
+    not_supported={"cpu": _fwd_kernel_reasons},
 )
 linear_gelu_bwd = dispatch.register_op(
     "linear_gelu_bwd",
@@ -59,25 +102,26 @@ linear_gelu_bwd = dispatch.register_op(
     room="linear_gelu",
     fake=_bwd_fake,
     reference=_bwd_composed,
+    cpu=True,
+    not_supported={"cpu": _bwd_kernel_reasons},
 )
-
-
-def _gradients(ctx, dy, x, weight, bias, preact, needs):
-    need_dx, need_dweight, need_dbias = needs
-    dx, dweight, dbias = linear_gelu_bwd(
-        dy, x, weight, bias if need_dbias else None, preact, ctx.approximate, need_dx, need_dweight
-    )
-    return (
-        dx if need_dx else None,
-        dweight if need_dweight else None,
-        dbias if bias is not None and need_dbias else None,
-    )
+gelu_mlp_bwd = dispatch.register_op(
+    "gelu_mlp_bwd",
+    "(Tensor dout, Tensor x, Tensor weight_in, Tensor? bias_in, Tensor preact, Tensor weight_out, "
+    "Tensor? bias_out, str approximate, bool[3] needs) -> (Tensor dx, Tensor dweight_in, "
+    "Tensor dbias_in, Tensor dweight_out, Tensor dbias_out)",
+    room="linear_gelu",
+    fake=_mlp_bwd_fake,
+    reference=_mlp_bwd_composed,
+    cpu=True,
+    not_supported={"cpu": _mlp_bwd_kernel_reasons},
+)
 
 
 class _LinearGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, approximate):
-        y, preact = linear_gelu_fwd(x, weight, bias, approximate)
+        y, preact = linear_gelu_fwd(x, weight, bias, None, approximate, True)
         ctx.save_for_backward(x, weight, bias, preact)
         ctx.approximate = approximate
         ctx.binding = dispatch.current_binding()
@@ -86,50 +130,74 @@ class _LinearGelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         dispatch.refuse_second_order("linear_gelu")
+        x, weight, bias, preact = ctx.saved_tensors
+        need_dx, need_dweight, need_dbias = ctx.needs_input_grad[:3]
         with dispatch.bound(ctx.binding):
-            gradients = _gradients(ctx, dy, *ctx.saved_tensors, ctx.needs_input_grad[:3])
-        return *gradients, None
+            dx, dweight, dbias = linear_gelu_bwd(
+                dy,
+                x,
+                weight,
+                bias if need_dbias else None,
+                preact,
+                ctx.approximate,
+                need_dx,
+                need_dweight,
+            )
+        return (
+            dx if need_dx else None,
+            dweight if need_dweight else None,
+            dbias if need_dbias else None,
+            None,
+        )
 
 
 class _GeluMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_in, bias_in, weight_out, bias_out, approximate):
-        y, preact = linear_gelu_fwd(x, weight_in, bias_in, approximate)
+        y, preact = linear_gelu_fwd(x, weight_in, bias_in, None, approximate, True)
         ctx.save_for_backward(x, weight_in, bias_in, preact, weight_out, bias_out)
         ctx.approximate = approximate
         ctx.binding = dispatch.current_binding()
-        return F.linear(y, weight_out, bias_out)
+        return linear_fwd(y, [weight_out], [] if bias_out is None else [bias_out], None)
 
     @staticmethod
     def backward(ctx, dout):
         dispatch.refuse_second_order("gelu_mlp")
-        *saved, weight_out, bias_out = ctx.saved_tensors
-        preact = saved[-1]
-        dweight_out = dbias_out = None
-        gradients = (None, None, None)
-        if ctx.needs_input_grad[4]:
-            dbias_out = _column_sums(dout, bias_out)
+        x, weight_in, bias_in, preact, weight_out, bias_out = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:5]
         with dispatch.bound(ctx.binding):
-            if ctx.needs_input_grad[3]:
-                dweight_out = dout.t() @ bias_gelu_fwd(preact, None, ctx.approximate)
-            if any(ctx.needs_input_grad[:3]):
-                dy = dout @ weight_out
-                gradients = _gradients(ctx, dy, *saved, ctx.needs_input_grad[:3])
-        return *gradients, dweight_out, dbias_out, None
+            gradients = gelu_mlp_bwd(
+                dout,
+                x,
+                weight_in,
+                bias_in if needs[2] else None,
+                preact,
+                weight_out,
+                bias_out if needs[4] else None,
+                ctx.approximate,
+                [needs[0], needs[1], needs[3]],
+            )
+        return *(g if need else None for g, need in zip(gradients, needs, strict=True)), None
 
 
 def linear_gelu(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, approximate: str
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    approximate: str,
+    packed: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """GELU(x Wᵀ + b), the first half of the feed-forward network of Vaswani et al. 2017, eq. 2.
 
     The pre-activation is rounded to the compute dtype, the GELU is computed in fp32. Under
-    autocast all inputs are cast as `torch.nn.functional.linear` casts them.
+    autocast x is cast as `torch.nn.functional.linear` casts it; weights as in `linear`.
 
     Args:
         x: `(T, C)`, fp32/bf16/fp16.
         weight: `(F, C)`. bias: `(F,)` or None.
         approximate: `none` (exact, by erf) or `tanh`.
+        packed: the weight as `pack_weights` gives it, where no gradient is wanted.
 
     Returns:
         `(T, F)`.
@@ -138,11 +206,12 @@ def linear_gelu(
         ValueError: shapes that do not fit, or an unknown `approximate`.
         RuntimeError: in backward with create_graph=True.
     """
-    _check("linear_gelu", x, weight, bias, approximate)
-    x, weight, bias = autocast_inputs(x, weight, bias)
+    check_approximate("linear_gelu", approximate)
+    check_linear("linear_gelu", x, weight, bias)
+    x = autocast_input(x)
     if dispatch.needs_grad(x, weight, bias):
         return _LinearGelu.apply(x, weight, bias, approximate)
-    return linear_gelu_fwd(x, weight, bias, approximate)[0]
+    return linear_gelu_fwd(x, weight, bias, packed, approximate, False)[0]
 
 
 def gelu_mlp(
@@ -153,6 +222,8 @@ def gelu_mlp(
     bias_out: torch.Tensor | None = None,
     *,
     approximate: str,
+    packed_in: torch.Tensor | None = None,
+    packed_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """GELU(x W₁ᵀ + b₁) W₂ᵀ + b₂, Vaswani et al. 2017, eq. 2, with GELU for ReLU.
 
@@ -161,6 +232,8 @@ def gelu_mlp(
         weight_in: `(F, C)`. bias_in: `(F,)` or None.
         weight_out: `(C, F)`. bias_out: `(C,)` or None.
         approximate: `none` (exact, by erf) or `tanh`.
+        packed_in, packed_out: the weights as `pack_weights` gives them, where no gradient is
+            wanted.
 
     Returns:
         `(T, C)`.
@@ -169,7 +242,8 @@ def gelu_mlp(
         ValueError: shapes that do not fit, or an unknown `approximate`.
         RuntimeError: in backward with create_graph=True.
     """
-    _check("gelu_mlp", x, weight_in, bias_in, approximate)
+    check_approximate("gelu_mlp", approximate)
+    check_linear("gelu_mlp", x, weight_in, bias_in)
     if weight_out.dim() != 2 or weight_out.shape[1] != weight_in.shape[0]:
         raise ValueError(
             f"gelu_mlp: weight_out must have shape (C, {weight_in.shape[0]}), got "
@@ -180,29 +254,8 @@ def gelu_mlp(
             f"gelu_mlp: bias_out must have shape ({weight_out.shape[0]},), got "
             f"{tuple(bias_out.shape)}"
         )
-    tensors = autocast_inputs(x, weight_in, bias_in, weight_out, bias_out)
-    if dispatch.needs_grad(*tensors):
-        return _GeluMlp.apply(*tensors, approximate)
-    x, weight_in, bias_in, weight_out, bias_out = tensors
-    return F.linear(linear_gelu_fwd(x, weight_in, bias_in, approximate)[0], weight_out, bias_out)
-
-
-def autocast_inputs(x: torch.Tensor, *others: torch.Tensor | None) -> tuple:
-    """The inputs in the dtype autocast gives a matmul on x's device; as they are without it."""
-    dtype = dispatch.autocast_dtype(x.device)
-    if dtype is None:
-        return x, *others
-    return tuple(None if t is None else t.to(dtype) for t in (x, *others))
-
-
-def _check(name, x, weight, bias, approximate) -> None:
-    check_approximate(name, approximate)
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"{name}: x must be (T, C) and the first weight (F, C), got {tuple(x.shape)} and "
-            f"{tuple(weight.shape)}"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"{name}: the first bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}"
-        )
+    x = autocast_input(x)
+    if dispatch.needs_grad(x, weight_in, bias_in, weight_out, bias_out):
+        return _GeluMlp.apply(x, weight_in, bias_in, weight_out, bias_out, approximate)
+    y, _ = linear_gelu_fwd(x, weight_in, bias_in, packed_in, approximate, False)
+    return linear_fwd(y, [weight_out], [] if bias_out is None else [bias_out], packed_out)

@@ -7,7 +7,7 @@ import torch
 
 from fastbert import dispatch
 from fastbert.ops import index_flags
-from fastbert.ops.linear_gelu import autocast_inputs
+from fastbert.ops.linear import autocast_input
 from fastbert.reference.mlm_cross_entropy import (
     mlm_cross_entropy_bwd_reference,
     mlm_cross_entropy_reference,
@@ -143,7 +143,7 @@ def mlm_cross_entropy(
         RuntimeError: in backward with create_graph=True.
     """
     _check(hidden, weight, bias, labels, ignore_index, label_smoothing)
-    hidden, weight, bias = autocast_inputs(hidden, weight, bias)
+    hidden = autocast_input(hidden)
     options = (ignore_index, label_smoothing, z_loss)
     if dispatch.needs_grad(hidden, weight, bias):
         return _MlmCrossEntropy.apply(hidden, weight, bias, labels, options)

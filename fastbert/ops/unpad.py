@@ -20,6 +20,7 @@ unpad_op = dispatch.register_op(
     room="unpad",
     fake=_unpad_fake,
     reference=unpad_reference,
+    cpu=True,
 )
 pad_op = dispatch.register_op(
     "pad",
@@ -27,6 +28,7 @@ pad_op = dispatch.register_op(
     room="unpad",
     fake=_pad_fake,
     reference=pad_reference,
+    cpu=True,
 )
 
 

@@ -37,7 +37,8 @@ def mlm_cross_entropy_reference(
     fp32. 2·P·C·V FLOPs.
 
     Args:
-        hidden: `(P, C)`. weight: `(V, C)`. bias: `(V,)` or None. labels: `(P,)` int64.
+        hidden: `(P, C)`. weight: `(V, C)`, may be wider than hidden. bias: `(V,)` or None.
+        labels: `(P,)` int64.
         ignore_index: label of rows that do not count.
         label_smoothing: ε. z_loss: factor of lse².
 
@@ -103,7 +104,7 @@ def mlm_cross_entropy_bwd_reference(
             dbias += gradient.sum(0)
         gradient = gradient.to(hidden.dtype)
         if need_dhidden:
-            torch.mm(gradient, weight, out=dhidden[rows])
+            torch.mm(gradient, weight.to(hidden.dtype), out=dhidden[rows])
         if need_dweight:
             product = gradient.t() @ hidden[rows]
             chunks = [chunks[0].to(accumulate).add_(product)] if chunks else [product]
@@ -116,6 +117,8 @@ def mlm_cross_entropy_bwd_reference(
 
 def _logit_chunks(hidden, weight, bias) -> Iterator[tuple[slice, torch.Tensor]]:
     """Row slices and their fp32 logits, in a buffer the next chunk overwrites."""
+    weight = weight.to(hidden.dtype)
+    bias = None if bias is None else bias.to(hidden.dtype)
     num_rows, vocab_size = hidden.shape[0], weight.shape[0]
     accumulate = accumulation_dtype(hidden.dtype)
     size = rows_per_chunk(num_rows, vocab_size)

@@ -9,6 +9,7 @@ from fastbert.ops.philox import row_keep_mask
 from fastbert.testing.compare import assert_bitwise_equal, op_check
 from fastbert.testing.counters import assert_ran
 
+OP = "add_layer_norm"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RNG = torch.tensor([77, -3])
 EPS = 1e-12
@@ -42,15 +43,15 @@ def plain(x, residual, weight, bias, linear_bias, dropout_p=0.0, site=0, rng_sta
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 768), (13, 7), (70, 48), (5, 770)], ids=str)
-def test_add_layer_norm_matches_reference(shape, dtype):
-    with assert_ran("add_layer_norm_fwd"):
+def test_add_layer_norm_matches_reference(backend, shape, dtype):
+    with assert_ran("add_layer_norm_fwd", backend.name):
         op_check(op, plain, inputs(*shape), dtype, name="add_layer_norm", reduction_rows=shape[0])
 
 
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("linear_bias", [True, False])
-def test_add_layer_norm_every_part_is_optional(residual, bias, linear_bias):
+def test_add_layer_norm_every_part_is_optional(backend, residual, bias, linear_bias):
     values = inputs(6, 10, residual=residual, bias=bias, linear_bias=linear_bias)
     op_check(op, plain, values, torch.float32, name="add_layer_norm")
     op_check(op, plain, values, torch.bfloat16, name="add_layer_norm")
@@ -58,7 +59,7 @@ def test_add_layer_norm_every_part_is_optional(residual, bias, linear_bias):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("residual", [True, False])
-def test_add_layer_norm_dropout_mask(dtype, residual):
+def test_add_layer_norm_dropout_mask(backend, dtype, residual):
     options = {"dropout_p": 0.3, "site": 9, "rng_state": RNG}
     op_check(
         lambda **a: op(**a, **options),
@@ -70,7 +71,7 @@ def test_add_layer_norm_dropout_mask(dtype, residual):
     )
 
 
-def test_add_layer_norm_drops_everything_at_one():
+def test_add_layer_norm_drops_everything_at_one(backend):
     values = inputs(6, 10)
     x, residual = values["x"].requires_grad_(), values["residual"].requires_grad_()
     y = add_layer_norm(
@@ -84,7 +85,7 @@ def test_add_layer_norm_drops_everything_at_one():
     assert residual.grad.any()
 
 
-def test_add_layer_norm_drops_infinity_to_zero():
+def test_add_layer_norm_drops_infinity_to_zero(backend):
     """A dropped element is selected away; multiplied by 0 it would be NaN."""
     x = torch.full((1, 64), torch.inf)
     keep = row_keep_mask(RNG, 1, 64, dropout_p=0.5, site=0)
@@ -94,7 +95,7 @@ def test_add_layer_norm_drops_infinity_to_zero():
 
 
 @pytest.mark.parametrize("mean", [100.0, 1000.0])
-def test_add_layer_norm_large_mean(mean):
+def test_add_layer_norm_large_mean(backend, mean):
     """A mean far above the spread: one-pass variance would cancel (tracel-ai/burn#5607)."""
     x = mean + 0.1 * torch.randn(8, 768)
     y = add_layer_norm(x, None, torch.ones(768), torch.zeros(768), eps=EPS)
@@ -102,7 +103,7 @@ def test_add_layer_norm_large_mean(mean):
     assert (y - expected).abs().max() < 0.02
 
 
-def test_add_layer_norm_width_one():
+def test_add_layer_norm_width_one(backend):
     """One element normalises to 0, and its weight gets no gradient (NVIDIA/apex#403)."""
     weight = torch.ones(1, requires_grad=True)
     y = add_layer_norm(torch.randn(4, 1), torch.randn(4, 1), weight, torch.zeros(1), eps=1e-5)
@@ -111,7 +112,7 @@ def test_add_layer_norm_width_one():
     assert not weight.grad.any()
 
 
-def test_add_layer_norm_wider_residual():
+def test_add_layer_norm_wider_residual(backend):
     """Under autocast x is bf16 and the residual stream fp32: the sum and y stay fp32."""
     values = inputs(6, 10, linear_bias=False)
     x = values["x"].bfloat16().requires_grad_()
@@ -124,7 +125,7 @@ def test_add_layer_norm_wider_residual():
     torch.testing.assert_close(x.grad, residual.grad.bfloat16())
 
 
-def test_add_layer_norm_gradient_through_the_sum():
+def test_add_layer_norm_gradient_through_the_sum(backend):
     values = inputs(6, 10)
     runs = []
     for function in (op, plain):
@@ -136,7 +137,7 @@ def test_add_layer_norm_gradient_through_the_sum():
         torch.testing.assert_close(runs[0][name].grad, runs[1][name].grad, rtol=1e-4, atol=1e-4)
 
 
-def test_add_layer_norm_empty():
+def test_add_layer_norm_empty(backend):
     values = {k: v.requires_grad_() for k, v in inputs(0, 10).items()}
     y, h = op(**values)
     y.sum().backward()
@@ -144,11 +145,11 @@ def test_add_layer_norm_empty():
     assert not values["weight"].grad.any()
 
 
-def test_add_layer_norm_noncontiguous():
+def test_add_layer_norm_noncontiguous(backend):
     op_check(op, plain, inputs(9, 16), torch.float32, name="add_layer_norm", layout="noncontiguous")
 
 
-def test_add_layer_norm_deterministic():
+def test_add_layer_norm_deterministic(backend):
     values = inputs(300, 64)
     runs = []
     for _ in range(2):
@@ -159,7 +160,7 @@ def test_add_layer_norm_deterministic():
         assert_bitwise_equal(runs[0][name].grad, runs[1][name].grad, name)
 
 
-def test_add_layer_norm_opcheck():
+def test_add_layer_norm_opcheck(backend):
     x, weight = torch.randn(5, 8), torch.randn(8)
     for dropout_p, rng in ((0.0, None), (0.2, RNG)):
         torch.library.opcheck(

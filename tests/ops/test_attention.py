@@ -11,6 +11,7 @@ from fastbert.testing.compare import assert_bitwise_equal, op_check
 from fastbert.testing.counters import assert_ran
 from fastbert.testing.inputs import cu_seqlens
 
+OP = "attention"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RNG = torch.tensor([1234, 5])
 
@@ -107,9 +108,9 @@ LENGTHS = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_attention_matches_reference(lengths, dtype):
+def test_attention_matches_reference(backend, lengths, dtype):
     op, reference = both(*lengths)
-    with assert_ran("attention_fwd"):
+    with assert_ran("attention_fwd", backend.name):
         op_check(op, reference, inputs(*lengths, 3, 16, idle=2), dtype, name="attention")
 
 
@@ -142,18 +143,18 @@ def test_attention_padded_matches_the_loop(lengths, p, window, dtype, monkeypatc
 
 
 @pytest.mark.parametrize("dim", [1, 20, 26, 72, 128, 256])
-def test_attention_head_dims(dim):
+def test_attention_head_dims(backend, dim):
     op, reference = both([7, 12], [7, 12])
     op_check(op, reference, inputs([7, 12], [7, 12], 2, dim), torch.float32, name="attention")
 
 
 @pytest.mark.parametrize("window", [(0, 0), (2, 3), (4, -1), (-1, 0), (100, 100)])
-def test_attention_window(window):
+def test_attention_window(backend, window):
     op, reference = both([9, 30], [9, 30], window=window)
     op_check(op, reference, inputs([9, 30], [9, 30], 2, 8), torch.float32, name="attention")
 
 
-def test_attention_window_without_a_key_in_sight():
+def test_attention_window_without_a_key_in_sight(backend):
     """Query-only rows far behind the last key see nothing: 0, not NaN."""
     op, reference = both([12], [3], window=(2, 2))
     op_check(op, reference, inputs([12], [3], 2, 8), torch.float32, name="attention")
@@ -161,7 +162,7 @@ def test_attention_window_without_a_key_in_sight():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("p", [0.1, 0.5, 1.0])
-def test_attention_dropout_mask(p, dtype):
+def test_attention_dropout_mask(backend, p, dtype):
     op, reference = both([6, 40], [6, 40], dropout_p=p, site=8, rng_state=RNG)
     if p == 1.0:
         q, k, v = (t.requires_grad_() for t in inputs([6, 40], [6, 40], 2, 8).values())
@@ -173,7 +174,7 @@ def test_attention_dropout_mask(p, dtype):
     op_check(op, reference, inputs([6, 40], [6, 40], 2, 8), dtype, name="attention")
 
 
-def test_attention_packed_qkv_is_attention():
+def test_attention_packed_qkv_is_attention(backend):
     lengths, heads, dim = [5, 9], 3, 8
     qkv = torch.randn(14, 3 * heads * dim, requires_grad=True)
     options = {"dropout_p": 0.2, "site": 0, "rng_state": RNG}
@@ -191,7 +192,7 @@ def test_attention_packed_qkv_is_attention():
     assert_bitwise_equal(qkv.grad, torch.cat([p.grad.flatten(1) for p in parts], 1), "dqkv")
 
 
-def test_attention_noncontiguous():
+def test_attention_noncontiguous(backend):
     op, reference = both([5, 9], [5, 9])
     op_check(
         op,
@@ -203,7 +204,7 @@ def test_attention_noncontiguous():
     )
 
 
-def test_attention_extreme_values():
+def test_attention_extreme_values(backend):
     """Scores of 1e5: the softmax must not overflow, and becomes a choice of one key."""
     q = torch.full((4, 1, 4), 300.0)
     k = torch.arange(4.0).view(4, 1, 1).expand(4, 1, 4) * 100
@@ -214,7 +215,7 @@ def test_attention_extreme_values():
     assert lse.isfinite().all()
 
 
-def test_attention_empty():
+def test_attention_empty(backend):
     q = torch.randn(0, 2, 8, requires_grad=True)
     starts = cu_seqlens([])
     out, lse = attention(q, q, q, starts, starts, max_seqlen_q=0, max_seqlen_k=0)
@@ -234,7 +235,7 @@ def test_attention_long_sequence_in_tiles(monkeypatch):
         torch.testing.assert_close(tiled, expected, rtol=0, atol=1e-6)
 
 
-def test_attention_deterministic():
+def test_attention_deterministic(backend):
     op, _ = both([20, 31], [20, 31], dropout_p=0.1, site=0, rng_state=RNG)
     grads = []
     values = inputs([20, 31], [20, 31], 4, 16)
@@ -246,7 +247,7 @@ def test_attention_deterministic():
         assert_bitwise_equal(a, b, "gradient")
 
 
-def test_attention_opcheck():
+def test_attention_opcheck(backend):
     starts = cu_seqlens([5, 9])
     q = torch.randn(14, 2, 8)
     args = (q, q + 1, q + 2, starts, starts, 9, 9, 0.3, None, 0.1, 3, RNG)

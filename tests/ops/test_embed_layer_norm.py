@@ -10,6 +10,7 @@ from fastbert.reference.philox import SITE_EMBEDDING
 from fastbert.testing.compare import assert_bitwise_equal, op_check
 from fastbert.testing.counters import assert_ran
 
+OP = "embed_layer_norm"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RNG = torch.tensor([-9, 2**40])
 EPS = 1e-12
@@ -60,18 +61,18 @@ def plain(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 768), (33, 7), (200, 48)], ids=str)
-def test_embed_layer_norm_matches_reference(shape, dtype):
-    with assert_ran("embed_layer_norm_fwd"):
+def test_embed_layer_norm_matches_reference(backend, shape, dtype):
+    with assert_ran("embed_layer_norm_fwd", backend.name):
         op_check(op, plain, inputs(*shape), dtype, name="embed_layer_norm", reduction_rows=shape[0])
 
 
 @pytest.mark.parametrize("types", [1, 2, 30])
-def test_embed_layer_norm_token_types(types):
+def test_embed_layer_norm_token_types(backend, types):
     op_check(op, plain, inputs(40, 16, types=types), torch.float32, name="embed_layer_norm")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_embed_layer_norm_dropout_mask(dtype):
+def test_embed_layer_norm_dropout_mask(backend, dtype):
     options = {"dropout_p": 0.25, "rng_state": RNG}
     op_check(
         lambda **a: op(**a, **options),
@@ -83,7 +84,7 @@ def test_embed_layer_norm_dropout_mask(dtype):
     )
 
 
-def test_embed_layer_norm_padding_idx_has_no_gradient():
+def test_embed_layer_norm_padding_idx_has_no_gradient(backend):
     arguments = inputs(30, 8, vocab=4)
     assert (arguments["input_ids"] == 0).any()
     op_check(
@@ -98,7 +99,7 @@ def test_embed_layer_norm_padding_idx_has_no_gradient():
     assert not word.grad[0].any()
 
 
-def test_embed_layer_norm_inputs_embeds():
+def test_embed_layer_norm_inputs_embeds(backend):
     arguments = inputs(12, 8)
     arguments["input_ids"] = arguments["word_weight"] = None
     arguments["inputs_embeds"] = torch.randn(12, 8)
@@ -106,7 +107,7 @@ def test_embed_layer_norm_inputs_embeds():
         op_check(op, plain, arguments, dtype, name="embed_layer_norm", reduction_rows=12)
 
 
-def test_embed_layer_norm_empty():
+def test_embed_layer_norm_empty(backend):
     arguments = {
         k: v.requires_grad_() if v.is_floating_point() else v for k, v in inputs(0, 8).items()
     }
@@ -116,13 +117,13 @@ def test_embed_layer_norm_empty():
     assert not arguments["word_weight"].grad.any()
 
 
-def test_embed_layer_norm_noncontiguous():
+def test_embed_layer_norm_noncontiguous(backend):
     op_check(
         op, plain, inputs(9, 16), torch.float32, name="embed_layer_norm", layout="noncontiguous"
     )
 
 
-def test_embed_layer_norm_deterministic():
+def test_embed_layer_norm_deterministic(backend):
     """Many rows of few words: the gradients of one word meet in a fixed order."""
     values = inputs(500, 32, vocab=10)
     runs = []
@@ -137,14 +138,14 @@ def test_embed_layer_norm_deterministic():
             assert_bitwise_equal(leaf.grad, runs[1][name].grad, name)
 
 
-def test_embed_layer_norm_frozen_tables():
+def test_embed_layer_norm_frozen_tables(backend):
     values = inputs(12, 8)
     values["weight"].requires_grad_()
     op(**values).sum().backward()
     assert values["word_weight"].grad is None
 
 
-def test_embed_layer_norm_opcheck():
+def test_embed_layer_norm_opcheck(backend):
     values = list(inputs(6, 8).values())
     torch.library.opcheck(
         embed_layer_norm_fwd, (*values, EPS, None, 0.1, SITE_EMBEDDING, RNG, torch.float32)

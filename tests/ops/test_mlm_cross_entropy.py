@@ -9,6 +9,7 @@ from fastbert.reference import mlm_cross_entropy as reference_module
 from fastbert.testing.compare import assert_bitwise_equal, op_check
 from fastbert.testing.counters import assert_ran
 
+OP = "mlm_cross_entropy"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -34,8 +35,8 @@ def plain(hidden, weight, bias, labels, label_smoothing=0.0, z_loss=0.0):
 @pytest.mark.parametrize(
     "shape", [(1, 1, 2), (7, 33, 101), (40, 64, 999)], ids=["smallest", "odd", "larger"]
 )
-def test_mlm_cross_entropy_matches_reference(shape, dtype):
-    with assert_ran("mlm_cross_entropy_fwd"):
+def test_mlm_cross_entropy_matches_reference(backend, shape, dtype):
+    with assert_ran("mlm_cross_entropy_fwd", backend.name):
         op_check(
             mlm_cross_entropy,
             plain,
@@ -50,7 +51,7 @@ def test_mlm_cross_entropy_matches_reference(shape, dtype):
 @pytest.mark.parametrize(
     "options", [{"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"label_smoothing": 0.2, "z_loss": 0.1}]
 )
-def test_mlm_cross_entropy_options(options, bias):
+def test_mlm_cross_entropy_options(backend, options, bias):
     op_check(
         lambda **a: mlm_cross_entropy(**a, **options),
         lambda **a: plain(**a, **options),
@@ -67,7 +68,7 @@ def test_mlm_cross_entropy_in_chunks(monkeypatch, dtype):
     op_check(mlm_cross_entropy, plain, inputs(11, 16, 50), dtype, name="mlm_cross_entropy")
 
 
-def test_mlm_cross_entropy_empty():
+def test_mlm_cross_entropy_empty(backend):
     arguments = inputs(0, 8, 20)
     leaves = {k: v.requires_grad_() for k, v in arguments.items() if k != "labels"}
     loss = mlm_cross_entropy(**leaves, labels=arguments["labels"])
@@ -76,7 +77,7 @@ def test_mlm_cross_entropy_empty():
     assert not any(leaf.grad.any() for leaf in leaves.values())
 
 
-def test_mlm_cross_entropy_all_ignored():
+def test_mlm_cross_entropy_all_ignored(backend):
     arguments = inputs(6, 8, 20)
     arguments["labels"].fill_(-100)
     leaves = {k: v.requires_grad_() for k, v in arguments.items() if k != "labels"}
@@ -86,7 +87,7 @@ def test_mlm_cross_entropy_all_ignored():
     assert not any(leaf.grad.any() for leaf in leaves.values())
 
 
-def test_mlm_cross_entropy_noncontiguous():
+def test_mlm_cross_entropy_noncontiguous(backend):
     op_check(
         mlm_cross_entropy,
         plain,
@@ -97,7 +98,7 @@ def test_mlm_cross_entropy_noncontiguous():
     )
 
 
-def test_mlm_cross_entropy_extreme_values():
+def test_mlm_cross_entropy_extreme_values(backend):
     arguments = inputs(5, 4, 30)
     arguments["weight"] = arguments["weight"] * 3e4
     labels = arguments["labels"]
@@ -107,7 +108,7 @@ def test_mlm_cross_entropy_extreme_values():
     assert not loss[labels == -100].any()
 
 
-def test_mlm_cross_entropy_autocast():
+def test_mlm_cross_entropy_autocast(backend):
     arguments = inputs(9, 16, 50)
     leaves = {k: v.requires_grad_() for k, v in arguments.items() if k != "labels"}
     with torch.autocast("cpu", torch.bfloat16):
@@ -119,18 +120,18 @@ def test_mlm_cross_entropy_autocast():
     assert {leaf.grad.dtype for leaf in leaves.values()} == {torch.float32}
 
 
-def test_mlm_cross_entropy_frozen_weight():
+def test_mlm_cross_entropy_frozen_weight(backend):
     arguments = inputs(9, 16, 50)
     hidden = arguments.pop("hidden").requires_grad_()
     mlm_cross_entropy(hidden, **arguments).sum().backward()
-    with assert_ran("mlm_cross_entropy_bwd"):
+    with assert_ran("mlm_cross_entropy_bwd", backend.name):
         arguments["weight"].requires_grad_()
         mlm_cross_entropy(hidden.detach(), **arguments).sum().backward()
     assert hidden.grad.any()
     assert arguments["weight"].grad.any()
 
 
-def test_mlm_cross_entropy_deterministic():
+def test_mlm_cross_entropy_deterministic(backend):
     arguments = inputs(30, 16, 200)
     grads = []
     for _ in range(2):
@@ -141,7 +142,7 @@ def test_mlm_cross_entropy_deterministic():
         assert_bitwise_equal(grads[0][name].grad, grads[1][name].grad, name)
 
 
-def test_mlm_cross_entropy_opcheck():
+def test_mlm_cross_entropy_opcheck(backend):
     torch.library.opcheck(mlm_cross_entropy_fwd, (*inputs(5, 8, 20).values(), -100, 0.1, 0.01))
 
 

@@ -8,13 +8,15 @@ from fastbert.testing.compare import assert_bitwise_equal
 from fastbert.testing.counters import assert_ran
 from fastbert.testing.inputs import noncontiguous
 
+OP = "unpad"
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(12, 7), (12,), (12, 3, 5)], ids=str)
-def test_unpad_matches_reference(shape, dtype):
+def test_unpad_matches_reference(backend, shape, dtype):
     x = torch.randn(shape, dtype=dtype, requires_grad=True)
     indices = torch.randperm(12)[:8]
-    with assert_ran("unpad"):
+    with assert_ran("unpad", backend.name):
         rows = unpad(x, indices)
     assert_bitwise_equal(rows, x.detach()[indices], "unpad")
     grad = torch.randn_like(rows)
@@ -23,7 +25,7 @@ def test_unpad_matches_reference(shape, dtype):
     expected[indices] = grad
     assert_bitwise_equal(x.grad, expected, "gradient of unpad")
     rows = rows.detach().requires_grad_()
-    with assert_ran("pad"):
+    with assert_ran("pad", backend.name):
         padded = pad(rows, indices, 12)
     expected = torch.zeros_like(x)
     expected[indices] = rows.detach()
@@ -34,7 +36,7 @@ def test_unpad_matches_reference(shape, dtype):
 
 
 @pytest.mark.parametrize("rows", [0, 5])
-def test_unpad_empty(rows):
+def test_unpad_empty(backend, rows):
     x = torch.randn(rows, 4, requires_grad=True)
     none = torch.empty(0, dtype=torch.int64)
     assert unpad(x, none).shape == (0, 4)
@@ -43,14 +45,14 @@ def test_unpad_empty(rows):
     assert not x.grad.any()
 
 
-def test_unpad_noncontiguous():
+def test_unpad_noncontiguous(backend):
     x = noncontiguous(torch.randn(6, 4))
     indices = torch.tensor([4, 1])
     assert_bitwise_equal(unpad(x, indices), x[indices], "unpad")
     assert_bitwise_equal(pad(x[:2], indices, 6)[indices], x[:2], "pad")
 
 
-def test_unpad_opcheck():
+def test_unpad_opcheck(backend):
     indices = torch.tensor([4, 1])
     torch.library.opcheck(unpad_op, (torch.randn(6, 4), indices))
     torch.library.opcheck(pad_op, (torch.randn(2, 4), indices, 6))

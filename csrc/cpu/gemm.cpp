@@ -1,0 +1,382 @@
+#include "cpu/gemm.h"
+
+#include <ATen/Context.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#include "cpu/inline.h"
+#include "cpu/isa.h"
+#include "cpu/parallel.h"
+#include "cpu/tensors.h"
+
+namespace fastbert {
+
+#if defined(FASTBERT_X86)
+namespace avx512_bf16 {
+void multiply_bf16(const void*, const void*, int64_t, float*, int64_t, bool);
+}
+namespace amx {
+void configure_tiles();
+void release_tiles();
+void multiply_bf16(const void*, const void*, int64_t, float*, int64_t, bool);
+void multiply_split2(const void*, const void*, int64_t, float*, int64_t, bool);
+void multiply_split3(const void*, const void*, int64_t, float*, int64_t, bool);
+}  // namespace amx
+#endif
+
+namespace {
+
+constexpr int64_t kHeaderBytes = 64;
+constexpr int64_t kMagic = 0x6266617374303162;
+// The left rows a thread holds packed while all columns pass: they should stay in its L2 cache.
+constexpr int64_t kLeftBytes = 768 << 10;
+constexpr int64_t kMostRowBlocks = 8;
+
+struct Header {
+  int64_t magic;
+  Arithmetic wanted, used;  // they differ where a weight is not ordinary
+  int64_t depth, columns;
+};
+
+Header header_of(const at::Tensor& packed) {
+  Header header{};
+  if (packed.scalar_type() == at::kByte && packed.numel() >= kHeaderBytes) {
+    std::memcpy(&header, packed.const_data_ptr<uint8_t>(), sizeof(header));
+  }
+  return header;
+}
+
+int64_t total_rows(const std::vector<Source>& sources) {
+  int64_t rows = 0;
+  for (const Source& s : sources) rows += s.rows;
+  return rows;
+}
+
+// The source that holds `row` of all of them, which becomes the row within it.
+const Source& source_at(const std::vector<Source>& sources, int64_t& row) {
+  size_t i = 0;
+  for (; i + 1 < sources.size() && row >= sources[i].rows; ++i) row -= sources[i].rows;
+  return sources[i];
+}
+
+bool splits_fp32() {
+  static const bool on = [] {
+    const char* setting = std::getenv("FASTBERT_SPLIT_FP32");
+    return setting == nullptr || std::strcmp(setting, "0") != 0;
+  }();
+  return on;
+}
+
+int64_t blocks_of(int64_t n) { return ceil_div(n, kBlock); }
+
+// Fp32 in splits only where every weight is ordinary.
+Arithmetic arithmetic_of_source(const Source& s, Arithmetic wanted) {
+  if (wanted != Arithmetic::kSplit2 && wanted != Arithmetic::kSplit3) return wanted;
+  if (s.dtype != Dtype::kFloat) return wanted;
+  const Workspace flags(s.rows);
+  uint8_t* ordinary = flags.as<uint8_t>();
+  for_each_range(s.rows, kGrain / std::max<int64_t>(1, s.columns), [&](int64_t begin, int64_t end) {
+    kernels().ordinary_rows(s, begin, end, ordinary + begin);
+  });
+  const bool all = std::all_of(ordinary, ordinary + s.rows, [](uint8_t o) { return o != 0; });
+  return all ? wanted : Arithmetic::kFloat;
+}
+
+Arithmetic arithmetic_of_sources(const std::vector<Source>& sources, Arithmetic wanted) {
+  for (const Source& s : sources) wanted = arithmetic_of_source(s, wanted);
+  return wanted;
+}
+
+int64_t size_of_blocks(Arithmetic a, int64_t depth, int64_t columns) {
+  return blocks_of(depth) * blocks_of(columns) * bytes_per_block(a);
+}
+
+// Row blocks [begin, end) of a left operand: [row / 32][k / 32] blocks.
+void pack_left(const Source& s, bool transposed, Arithmetic a, int64_t begin, int64_t end,
+               int64_t depth, char* out) {
+  const int64_t deep = blocks_of(depth), bytes = bytes_per_block(a);
+  for (int64_t block = begin; block < end; ++block) {
+    for (int64_t k = 0; k < deep; ++k) {
+      char* to = out + ((block - begin) * deep + k) * bytes;
+      transposed ? kernels().pack_block(s, a, Layout::kATransposed, k * kBlock, block * kBlock, to)
+                 : kernels().pack_block(s, a, Layout::kA, block * kBlock, k * kBlock, to);
+    }
+  }
+}
+
+// How rows and columns are cut into tasks: every thread gets some, and packs as little as it can.
+struct Cut {
+  int64_t row_blocks, column_blocks;  // of one task
+  int64_t row_tasks, column_tasks;
+};
+
+Cut cut(int64_t rows, int64_t columns, int64_t depth, Arithmetic a) {
+  const int64_t threads = at::get_num_threads();
+  const int64_t row_blocks = blocks_of(rows), column_blocks = blocks_of(columns);
+  const int64_t bytes = blocks_of(depth) * bytes_per_block(a);
+  const int64_t most =
+      std::clamp<int64_t>(kLeftBytes / std::max<int64_t>(1, bytes), 1, kMostRowBlocks);
+  const int64_t rounds = ceil_div(row_blocks, most * threads);
+  Cut c;
+  c.row_blocks = std::max<int64_t>(1, std::min(most, ceil_div(row_blocks, rounds * threads)));
+  c.row_tasks = ceil_div(row_blocks, c.row_blocks);
+  // Few rows: the columns are shared too.
+  const int64_t wanted = c.row_tasks % threads == 0 ? 1 : ceil_div(4 * threads, c.row_tasks);
+  c.column_blocks = ceil_div(column_blocks, std::min(wanted, column_blocks));
+  c.column_tasks = ceil_div(column_blocks, c.column_blocks);
+  return c;
+}
+
+// The error of a sum grows with its length, so those that are to be exact are made of pieces,
+// each short beside what it costs to add it up.
+constexpr int64_t blocks_per_piece(Arithmetic a) {
+  switch (a) {
+    case Arithmetic::kFloat:
+      return 4;
+    case Arithmetic::kBFloat16:
+      return int64_t{1} << 40;
+    default:
+      return 12;
+  }
+}
+
+void multiply_in_pieces(Arithmetic a, Multiply product, const char* left, const char* right,
+                        int64_t deep, float* sums) {
+  alignas(64) float piece[kBlock * kBlock];
+  const int64_t bytes = bytes_per_block(a), most = blocks_per_piece(a);
+  product(left, right, std::min(deep, most), sums, kBlock, false);
+  for (int64_t k = most; k < deep; k += most) {
+    const int64_t count = std::min(deep - k, most);
+    product(left + k * bytes, right + k * bytes, count, piece, kBlock, false);
+    kernels().add_to(piece, sums, kBlock * kBlock);
+  }
+}
+
+}  // namespace
+
+Arithmetic arithmetic_for(at::ScalarType dtype) {
+  const Isa isa = current_isa();
+  if (dtype == at::kBFloat16 && isa >= Isa::kAvx512Bf16) return Arithmetic::kBFloat16;
+  if (dtype != at::kFloat || isa < Isa::kAmx || !splits_fp32()) return Arithmetic::kFloat;
+  const bool highest =
+      at::globalContext().float32MatmulPrecision() == at::Float32MatmulPrecision::HIGHEST;
+  return highest ? Arithmetic::kSplit3 : Arithmetic::kSplit2;
+}
+
+Multiply multiply_for(Arithmetic arithmetic) {
+#if defined(FASTBERT_X86)
+  const bool tiles = current_isa() >= Isa::kAmx;
+  switch (arithmetic) {
+    case Arithmetic::kFloat:
+      break;
+    case Arithmetic::kBFloat16:
+      return tiles ? amx::multiply_bf16 : avx512_bf16::multiply_bf16;
+    case Arithmetic::kSplit2:
+      return amx::multiply_split2;
+    case Arithmetic::kSplit3:
+      return amx::multiply_split3;
+  }
+#endif
+  return kernels().multiply_float;
+}
+
+Tiles::Tiles(Arithmetic arithmetic) : configured_(false) {
+#if defined(FASTBERT_X86)
+  configured_ = arithmetic != Arithmetic::kFloat && current_isa() >= Isa::kAmx;
+  if (configured_) amx::configure_tiles();
+#endif
+}
+
+Tiles::~Tiles() {
+#if defined(FASTBERT_X86)
+  if (configured_) amx::release_tiles();
+#endif
+}
+
+Source source_of(const at::Tensor& matrix, const char* op) {
+  TORCH_INTERNAL_ASSERT(matrix.dim() == 2 &&
+                        (matrix.numel() == 0 || matrix.size(1) == 1 || matrix.stride(1) == 1));
+  return {dtype_of(matrix, op), matrix.const_data_ptr(), matrix.size(0), matrix.size(1),
+          matrix.size(0) <= 1 ? matrix.size(1) : matrix.stride(0)};
+}
+
+PackedRight::PackedRight(std::vector<Source> sources, bool transposed, Arithmetic arithmetic)
+    : sources_(std::move(sources)),
+      transposed_(transposed),
+      depth_(transposed ? sources_[0].columns : total_rows(sources_)),
+      columns_(transposed ? total_rows(sources_) : sources_[0].columns),
+      arithmetic_(arithmetic_of_sources(sources_, arithmetic)),
+      blocks_(empty_from_pool({kHeaderBytes + size_of_blocks(arithmetic_, depth_, columns_)},
+                              at::TensorOptions().dtype(at::kByte))) {
+  char* bytes = reinterpret_cast<char*>(blocks_.mutable_data_ptr<uint8_t>());
+  const Header header{kMagic, arithmetic, arithmetic_, depth_, columns_};
+  std::memcpy(bytes, &header, sizeof(header));
+  data_ = bytes + kHeaderBytes;
+  pack(bytes + kHeaderBytes);
+}
+
+PackedRight::PackedRight(std::vector<Source> sources, bool transposed, const at::Tensor& packed)
+    : sources_(std::move(sources)),
+      transposed_(transposed),
+      depth_(transposed ? sources_[0].columns : total_rows(sources_)),
+      columns_(transposed ? total_rows(sources_) : sources_[0].columns),
+      arithmetic_(header_of(packed).used),
+      blocks_(packed),
+      data_(reinterpret_cast<const char*>(packed.const_data_ptr<uint8_t>()) + kHeaderBytes) {}
+
+void PackedRight::pack(char* blocks) const {
+  const int64_t panels = blocks_of(columns_), deep = blocks_of(depth_);
+  const int64_t bytes = bytes_per_block(arithmetic_);
+  for_each_range(panels, std::max<int64_t>(1, 16 / std::max<int64_t>(1, deep)),
+                 [&](int64_t begin, int64_t end) {
+                   for (int64_t i = begin * deep; i < end * deep; ++i) {
+                     const int64_t column = i / deep * kBlock, k = i % deep * kBlock;
+                     int64_t row = transposed_ ? column : k;
+                     const Source& s = source_at(sources_, row);
+                     kernels().pack_block(s, arithmetic_,
+                                          transposed_ ? Layout::kBTransposed : Layout::kB, row,
+                                          transposed_ ? k : column, blocks + i * bytes);
+                   }
+                 });
+}
+
+const char* PackedRight::panel(int64_t column) const {
+  return data_ + column / kBlock * blocks_of(depth_) * bytes_per_block(arithmetic_);
+}
+
+float PackedRight::plain_product(const float* row, int64_t column) const {
+  if (transposed_) {
+    const Source& s = source_at(sources_, column);
+    return kernels().dot(row, static_cast<const float*>(s.data) + column * s.ld, 1, depth_, 0.0f);
+  }
+  float total = 0.0f;
+  for (const Source& s : sources_) {
+    total = kernels().dot(row, static_cast<const float*>(s.data) + column, s.ld, s.rows, total);
+    row += s.rows;
+  }
+  return total;
+}
+
+void multiply(const Source& left, bool transposed, const PackedRight& right, const Finish& finish) {
+  const int64_t rows = transposed ? left.columns : left.rows;
+  const int64_t columns = right.columns(), depth = right.depth(), deep = blocks_of(depth);
+  if (rows == 0 || columns == 0) return;
+  const Arithmetic a = right.arithmetic();
+  const Multiply product = multiply_for(a);
+  const Cut c = cut(rows, columns, depth, a);
+  const int64_t bytes = bytes_per_block(a);
+  const bool may_be_plain = parts_of(a) > 1 && left.dtype == Dtype::kFloat && !transposed;
+  for_each_range(c.row_tasks * c.column_tasks, 1, [&](int64_t begin, int64_t end) {
+    const Tiles tiles(a);
+    const Workspace packed(c.row_blocks * deep * bytes);
+    alignas(64) float sums[kBlock * kBlock];
+    uint8_t ordinary[kMostRowBlocks * kBlock];
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t first = task / c.column_tasks * c.row_blocks;
+      const int64_t last = std::min(first + c.row_blocks, blocks_of(rows));
+      const int64_t first_panel = task % c.column_tasks * c.column_blocks;
+      const int64_t last_panel = std::min(first_panel + c.column_blocks, blocks_of(columns));
+      pack_left(left, transposed, a, first, last, depth, packed.as<char>());
+      const int64_t first_row = first * kBlock, last_row = std::min(rows, last * kBlock);
+      if (may_be_plain) {
+        kernels().ordinary_rows(left, first_row, last_row, ordinary);
+      }
+      for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+        const int64_t column = panel * kBlock, width = std::min(kBlock, columns - column);
+        for (int64_t block = first; block < last; ++block) {
+          const int64_t row = block * kBlock, height = std::min(kBlock, rows - row);
+          multiply_in_pieces(a, product, packed.as<char>() + (block - first) * deep * bytes,
+                             right.panel(column), deep, sums);
+          for (int64_t r = 0; may_be_plain && r < height; ++r) {
+            if (ordinary[row - first_row + r]) continue;
+            const float* x = static_cast<const float*>(left.data) + (row + r) * left.ld;
+            for (int64_t i = 0; i < width; ++i) {
+              sums[r * kBlock + i] = right.plain_product(x, column + i);
+            }
+          }
+          kernels().finish_block(finish, row, column, height, width, sums);
+        }
+      }
+    }
+  });
+}
+
+at::Tensor with_contiguous_rows(const at::Tensor& matrix) {
+  TORCH_CHECK_VALUE(matrix.dim() == 2, "expected a matrix, got ", matrix.sizes());
+  const bool rows_lie_apart = matrix.stride(1) == 1 && matrix.stride(0) >= matrix.size(1);
+  return rows_lie_apart ? matrix : matrix.contiguous();
+}
+
+namespace {
+
+// Matrices under one another. Blocks may not straddle two of them: odd heights are joined first.
+std::vector<Source> stack(at::TensorList matrices, std::vector<at::Tensor>& held, const char* op) {
+  bool whole_blocks = true;
+  for (size_t i = 0; i + 1 < matrices.size(); ++i) {
+    whole_blocks = whole_blocks && matrices[i].size(0) % kBlock == 0;
+  }
+  if (whole_blocks) {
+    for (const at::Tensor& m : matrices) held.push_back(with_contiguous_rows(m));
+  } else {
+    held.push_back(at::cat(matrices));
+  }
+  std::vector<Source> sources;
+  for (const at::Tensor& m : held) sources.push_back(source_of(m, op));
+  return sources;
+}
+
+}  // namespace
+
+PackedRight packed_weights(at::TensorList weights, at::ScalarType dtype,
+                           const std::optional<at::Tensor>& packed, const char* op) {
+  const Arithmetic a = arithmetic_for(dtype);
+  std::vector<at::Tensor> held;
+  std::vector<Source> sources = stack(weights, held, op);
+  if (packed.has_value()) {
+    const Header header = header_of(*packed);
+    if (header.magic == kMagic && header.wanted == a && header.depth == sources[0].columns &&
+        header.columns == total_rows(sources)) {
+      return PackedRight(std::move(sources), true, *packed);
+    }
+  }
+  return PackedRight(std::move(sources), true, a);
+}
+
+void input_gradient(const Source& dy, at::TensorList weights, at::ScalarType dtype,
+                    const Finish& finish, const char* op) {
+  std::vector<at::Tensor> held;
+  multiply(dy, false, PackedRight(stack(weights, held, op), false, arithmetic_for(dtype)), finish);
+}
+
+at::Tensor input_gradient(const Source& dy, const at::Tensor& x, at::TensorList weights,
+                          const char* op) {
+  at::Tensor dx = empty_from_pool(x.sizes(), x.options());
+  input_gradient(dy, weights, x.scalar_type(),
+                 {dtype_of(dx, op), dx.mutable_data_ptr(), dx.size(1)}, op);
+  return dx;
+}
+
+at::Tensor weight_gradient(const Source& dy, const at::Tensor& x, Gelu gelu,
+                           const at::Tensor& weight, const char* op) {
+  const at::Tensor input = with_contiguous_rows(x);
+  Source right = source_of(input, op);
+  right.gelu = gelu;
+  at::Tensor dweight = empty_from_pool(weight.sizes(), weight.options());
+  // A transposed left operand has no rows of its own to be served one by one.
+  const Arithmetic a = arithmetic_of_source(dy, arithmetic_for(x.scalar_type()));
+  multiply(dy, true, PackedRight({right}, false, a),
+           {dtype_of(dweight, op), dweight.mutable_data_ptr(), dweight.size(1)});
+  return dweight;
+}
+
+at::Tensor sum_columns(const Source& source) {
+  return column_sums(source.rows, source.columns, 1,
+                     [&](int64_t begin, int64_t end, float* sums) {
+                       kernels().add_rows(source, begin, end, sums);
+                     })
+      .view({source.columns});
+}
+
+}  // namespace fastbert

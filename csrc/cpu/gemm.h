@@ -1,0 +1,92 @@
+// Matrix products over packed operands. Which arithmetic runs depends on the instruction set, the
+// dtype, the precision setting and the weight alone, and each element of a product is summed in one
+// order, so a row's results do not depend on the rows around it or on the number of threads.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "cpu/workspace.h"
+
+namespace fastbert {
+
+// bf16 by bf16 products where the machine has them; fp32 by three or six bf16 products of split
+// operands where it has AMX (torch.set_float32_matmul_precision: "highest" six, else three;
+// FASTBERT_SPLIT_FP32=0 none); everything else in fp32.
+Arithmetic arithmetic_for(at::ScalarType dtype);
+
+Multiply multiply_for(Arithmetic arithmetic);
+
+// Gives this thread the tile registers for as long as it lives, where they are needed.
+class Tiles {
+ public:
+  explicit Tiles(Arithmetic arithmetic);
+  ~Tiles();
+  Tiles(const Tiles&) = delete;
+  Tiles& operator=(const Tiles&) = delete;
+
+ private:
+  bool configured_;
+};
+
+// A row-major matrix of a tensor with contiguous rows.
+Source source_of(const at::Tensor& matrix, const char* op);
+
+// A right operand (k by columns) packed for products: [column / 32][k / 32] blocks. It is made of
+// one matrix, or of several under one another whose heights are multiples of 32; transposed, those
+// are (columns, k), as the weights of linear layers are.
+class PackedRight {
+ public:
+  PackedRight(std::vector<Source> sources, bool transposed, Arithmetic arithmetic);
+  // One packed before, by `to_tensor`.
+  PackedRight(std::vector<Source> sources, bool transposed, const at::Tensor& packed);
+
+  // The blocks with a header that says what they are.
+  at::Tensor to_tensor() const { return blocks_; }
+
+  Arithmetic arithmetic() const { return arithmetic_; }
+  int64_t depth() const { return depth_; }
+  int64_t columns() const { return columns_; }
+  const char* panel(int64_t column) const;
+  // The product of a row and a column in plain fp32, for rows that the splits cannot hold.
+  float plain_product(const float* row, int64_t column) const;
+
+ private:
+  void pack(char* blocks) const;
+
+  std::vector<Source> sources_;
+  bool transposed_;
+  int64_t depth_, columns_;
+  Arithmetic arithmetic_;
+  at::Tensor blocks_;
+  const char* data_;
+};
+
+// finish(left · right), left read as its transpose where that is said.
+void multiply(const Source& left, bool transposed, const PackedRight& right, const Finish& finish);
+
+// --- the products of a linear layer ---
+
+at::Tensor with_contiguous_rows(const at::Tensor& matrix);
+
+// The weights (columns, k) of y = x [W ...]ᵀ, taken from `packed` where that is what it says.
+PackedRight packed_weights(at::TensorList weights, at::ScalarType dtype,
+                           const std::optional<at::Tensor>& packed, const char* op);
+
+// dy [W ...], in the dtype of x; `finish` where the gradient is not the end of it.
+void input_gradient(const Source& dy, at::TensorList weights, at::ScalarType dtype,
+                    const Finish& finish, const char* op);
+at::Tensor input_gradient(const Source& dy, const at::Tensor& x, at::TensorList weights,
+                          const char* op);
+
+// dyᵀ gelu(x), in the dtype of the weight.
+at::Tensor weight_gradient(const Source& dy, const at::Tensor& x, Gelu gelu,
+                           const at::Tensor& weight, const char* op);
+
+// The sums of a matrix's columns, fp32.
+at::Tensor sum_columns(const Source& source);
+
+}  // namespace fastbert

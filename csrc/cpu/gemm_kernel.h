@@ -1,0 +1,317 @@
+// Matrix products in blocks of 32 x 32: packing, the microkernel in fp32, and what happens to a
+// finished block. Included inside a namespace. The layouts are described in kernels.h.
+
+FASTBERT_INLINE void copy_block(const float (*tile)[kBlock], float* out) {
+  __builtin_memcpy(out, tile, kBlock * kBlock * sizeof(float));
+}
+
+#if defined(FASTBERT_AVX512)
+
+FASTBERT_INLINE void transpose_16x16(const __m512i* in, __m512i* out) {
+  __m512i a[16], b[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    a[2 * i] = _mm512_unpacklo_epi32(in[2 * i], in[2 * i + 1]);
+    a[2 * i + 1] = _mm512_unpackhi_epi32(in[2 * i], in[2 * i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    b[4 * i] = _mm512_unpacklo_epi64(a[4 * i], a[4 * i + 2]);
+    b[4 * i + 1] = _mm512_unpackhi_epi64(a[4 * i], a[4 * i + 2]);
+    b[4 * i + 2] = _mm512_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
+    b[4 * i + 3] = _mm512_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    a[i] = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x88);
+    a[4 + i] = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xDD);
+    a[8 + i] = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0x88);
+    a[12 + i] = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0xDD);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    out[i] = _mm512_shuffle_i32x4(a[i], a[8 + i], 0x88);
+    out[4 + i] = _mm512_shuffle_i32x4(a[4 + i], a[12 + i], 0x88);
+    out[8 + i] = _mm512_shuffle_i32x4(a[i], a[8 + i], 0xDD);
+    out[12 + i] = _mm512_shuffle_i32x4(a[4 + i], a[12 + i], 0xDD);
+  }
+}
+
+// 32-bit elements: out[c][r] = in[r][c] of a 16 x 16 piece.
+FASTBERT_INLINE void transpose_piece(const uint32_t* in, int64_t in_step, uint32_t* out,
+                                     int64_t out_step) {
+  __m512i rows[16], columns[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) rows[i] = _mm512_loadu_si512(in + i * in_step);
+  transpose_16x16(rows, columns);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) _mm512_storeu_si512(out + i * out_step, columns[i]);
+}
+
+FASTBERT_INLINE void transpose_block(const float (*tile)[kBlock], float* out) {
+  const auto* in = reinterpret_cast<const uint32_t*>(tile);
+  auto* to = reinterpret_cast<uint32_t*>(out);
+  for (int r = 0; r < kBlock; r += 16) {
+    for (int c = 0; c < kBlock; c += 16) {
+      transpose_piece(in + r * kBlock + c, kBlock, to + c * kBlock + r, kBlock);
+    }
+  }
+}
+
+using Halves32 = uint16_t[kBlock][kBlock];
+
+FASTBERT_INLINE void round_block(const float (*tile)[kBlock], Halves32& halves) {
+  for (int r = 0; r < kBlock; ++r) {
+    store(reinterpret_cast<bfloat16*>(halves[r]), load(tile[r]));
+    store(reinterpret_cast<bfloat16*>(halves[r] + 16), load(tile[r] + 16));
+  }
+}
+
+// What rounding left over, exactly.
+FASTBERT_INLINE void subtract_block(const Halves32& halves, float (*tile)[kBlock]) {
+  for (int r = 0; r < kBlock; ++r) {
+    for (int c = 0; c < kBlock; c += 16) {
+      const Vec part = load(reinterpret_cast<const bfloat16*>(halves[r] + c));
+      store(tile[r] + c, load(tile[r] + c) - part);
+    }
+  }
+}
+
+// Pairs of rows side by side: out[half][r / 2][c][r % 2] of columns 16 half + c.
+FASTBERT_INLINE void interleave_rows(const Halves32& halves, uint32_t* out) {
+  const __m512i low = _mm512_set1_epi32(0xFFFF);
+  for (int r = 0; r < kBlock; r += 2) {
+    for (int half = 0; half < 2; ++half) {
+      const auto* upper = reinterpret_cast<const __m256i*>(halves[r] + 16 * half);
+      const auto* lower = reinterpret_cast<const __m256i*>(halves[r + 1] + 16 * half);
+      const __m512i first = _mm512_cvtepu16_epi32(_mm256_loadu_si256(upper));
+      const __m512i second = _mm512_cvtepu16_epi32(_mm256_loadu_si256(lower));
+      _mm512_storeu_si512(out + half * 256 + r * 8, _mm512_or_si512(_mm512_and_si512(first, low),
+                                                                    _mm512_slli_epi32(second, 16)));
+    }
+  }
+}
+
+FASTBERT_INLINE void emit_halves(const Halves32& halves, Layout layout, void* out) {
+  auto* to = static_cast<uint32_t*>(out);
+  const auto* in = reinterpret_cast<const uint32_t*>(halves);
+  uint32_t pairs[2 * 256];
+  switch (layout) {
+    case Layout::kA:
+      __builtin_memcpy(out, halves, sizeof(Halves32));
+      return;
+    case Layout::kATransposed:
+      interleave_rows(halves, pairs);
+      transpose_piece(pairs, 16, to, 16);
+      transpose_piece(pairs + 256, 16, to + 256, 16);
+      return;
+    case Layout::kB:
+      interleave_rows(halves, to);
+      return;
+    case Layout::kBTransposed:
+      transpose_piece(in, 16, to, 16);
+      transpose_piece(in + 256, 16, to + 256, 16);
+      return;
+  }
+}
+
+#else
+
+FASTBERT_INLINE void transpose_block(const float (*tile)[kBlock], float* out) {
+  for (int c = 0; c < kBlock; ++c) {
+    for (int r = 0; r < kBlock; ++r) out[c * kBlock + r] = tile[r][c];
+  }
+}
+
+#endif
+
+template <typename T>
+FASTBERT_INLINE void read_block(const T* x, int64_t ld, int64_t rows, int64_t columns,
+                                float (*tile)[kBlock]) {
+  const Vec zero = broadcast(0.0f);
+  for (int64_t r = 0; r < kBlock; ++r) {
+    for (int64_t c = 0; c < kBlock; c += Vec::kLanes) {
+      const int64_t left = r < rows ? columns - c : 0;
+      Vec v = zero;
+      if (left >= Vec::kLanes) {
+        v = load(x + r * ld + c);
+      } else if (left > 0) {
+        v = load(x + r * ld + c, static_cast<int>(left));
+      }
+      store(tile[r] + c, v);
+    }
+  }
+}
+
+FASTBERT_INLINE void read_any(const Source& s, int64_t row, int64_t column, int64_t rows,
+                              int64_t columns, float (*tile)[kBlock]) {
+  with_dtype(s.dtype, [&](auto zero) {
+    const auto* x = static_cast<const decltype(zero)*>(s.data) + row * s.ld + column;
+    read_block(x, s.ld, rows, columns, tile);
+  });
+}
+
+template <bool kErf>
+FASTBERT_INLINE void gelu_of_block(Dtype dtype, float (*tile)[kBlock]) {
+  for (int64_t i = 0; i < kBlock * kBlock; i += Pack::kLanes) {
+    WholePack part;
+    const Pack u = part.load(tile[0] + i);
+    part.store(tile[0] + i,
+               dtype == Dtype::kBFloat16 ? gelu<bfloat16, kErf>(u) : gelu<float, kErf>(u));
+  }
+}
+
+// GELU of the stored pre-activation, rounded to its dtype as forward rounded it.
+FASTBERT_INLINE void activate_block(const Source& s, float (*tile)[kBlock]) {
+  s.gelu == Gelu::kErf ? gelu_of_block<true>(s.dtype, tile) : gelu_of_block<false>(s.dtype, tile);
+#if defined(FASTBERT_AVX512)
+  if (s.dtype == Dtype::kFloat) return;
+  bfloat16 rounded[kBlock * kBlock];
+  if (s.dtype == Dtype::kBFloat16) {
+    convert(Dtype::kFloat, tile[0], s.dtype, rounded, kBlock * kBlock);
+    convert(s.dtype, rounded, Dtype::kFloat, tile[0], kBlock * kBlock);
+  }
+#endif
+}
+
+void pack_block(const Source& s, Arithmetic arithmetic, Layout layout, int64_t row, int64_t column,
+                void* out) {
+  const int64_t rows = smaller(kBlock, s.rows - row), columns = smaller(kBlock, s.columns - column);
+  alignas(64) float tile[kBlock][kBlock];
+#if defined(FASTBERT_AVX512)
+  if (arithmetic != Arithmetic::kFloat) {
+    alignas(64) Halves32 halves;
+    if (s.dtype == Dtype::kBFloat16 && s.gelu == Gelu::kNone && rows == kBlock &&
+        columns == kBlock) {
+      const auto* x = static_cast<const uint16_t*>(s.data) + row * s.ld + column;
+      for (int r = 0; r < kBlock; ++r) {
+        _mm512_store_si512(halves[r], _mm512_loadu_si512(x + r * s.ld));
+      }
+      emit_halves(halves, layout, out);
+      return;
+    }
+    read_any(s, row, column, rows, columns, tile);
+    if (s.gelu != Gelu::kNone) activate_block(s, tile);
+    for (int part = 0; part < parts_of(arithmetic); ++part) {
+      round_block(tile, halves);
+      emit_halves(halves, layout, static_cast<char*>(out) + part * kBlock * kBlock * 2);
+      if (part + 1 < parts_of(arithmetic)) subtract_block(halves, tile);
+    }
+    return;
+  }
+#endif
+  read_any(s, row, column, rows, columns, tile);
+  if (s.gelu != Gelu::kNone) activate_block(s, tile);
+  const bool transposed = layout == Layout::kATransposed || layout == Layout::kBTransposed;
+  transposed ? transpose_block(tile, static_cast<float*>(out))
+             : copy_block(tile, static_cast<float*>(out));
+}
+
+// c (32 x 32, row stride ldc) = or += the products of `blocks` blocks, each element's terms in
+// rising k.
+void multiply_float(const void* a, const void* b, int64_t blocks, float* c, int64_t ldc,
+                    bool accumulate) {
+  constexpr int kVecs = kBlock / Vec::kLanes, kRows = kVecs <= 2 ? 8 : 2;
+  const auto* left = static_cast<const float*>(a);
+  for (int row = 0; row < kBlock; row += kRows) {
+    Vec sums[kRows][kVecs];
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVecs; ++v) {
+        const float* from = c + (row + r) * ldc + v * Vec::kLanes;
+        sums[r][v] = accumulate ? load(from) : broadcast(0.0f);
+      }
+    }
+    for (int64_t block = 0; block < blocks; ++block) {
+      const float* x = left + block * kBlock * kBlock + row * kBlock;
+      const float* w = static_cast<const float*>(b) + block * kBlock * kBlock;
+      for (int k = 0; k < kBlock; ++k) {
+        Vec columns[kVecs];
+#pragma GCC unroll 8
+        for (int v = 0; v < kVecs; ++v) columns[v] = load(w + k * kBlock + v * Vec::kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          const Vec factor = broadcast(x[r * kBlock + k]);
+#pragma GCC unroll 8
+          for (int v = 0; v < kVecs; ++v) sums[r][v] = fma(factor, columns[v], sums[r][v]);
+        }
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVecs; ++v) store(c + (row + r) * ldc + v * Vec::kLanes, sums[r][v]);
+    }
+  }
+}
+
+template <typename T>
+void finish_rows(const Finish& f, int64_t row, int64_t column, int64_t rows, int64_t columns,
+                 const float* c) {
+  const auto by_gelu = [&](auto erf) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t at = (row + r) * f.ld + column;
+      T* out = static_cast<T*>(f.out) + at;
+      T* preact = static_cast<T*>(f.preact) + (f.preact == nullptr ? 0 : at);
+      const T* slope_at = static_cast<const T*>(f.slope_at) + (f.slope_at == nullptr ? 0 : at);
+      for_each_vec(columns, [&](int64_t i, auto part) {
+        Vec v = part.load(c + r * kBlock + i);
+        if (f.bias != nullptr) v = v + part.load(f.bias + column + i);
+        if (f.slope_at != nullptr) {
+          v = v * gelu_slope<T, decltype(erf)::value>(part.load(slope_at + i));
+        }
+        if (f.gelu == Gelu::kNone || f.slope_at != nullptr) return part.store(out + i, v);
+        // The pre-activation has the dtype's precision for backward, so for forward too.
+        T rounded[Vec::kLanes];
+        store(rounded, v);
+        const Vec u = load(rounded);
+        if (f.preact != nullptr) part.store(preact + i, u);
+        part.store(out + i, gelu<T, decltype(erf)::value>(u));
+      });
+    }
+  };
+  f.gelu == Gelu::kTanh ? by_gelu(Constant<false>{}) : by_gelu(Constant<true>{});
+}
+
+void finish_block(const Finish& f, int64_t row, int64_t column, int64_t rows, int64_t columns,
+                  const float* c) {
+  with_dtype(f.dtype,
+             [&](auto zero) { finish_rows<decltype(zero)>(f, row, column, rows, columns, c); });
+}
+
+// Whether every element of rows [begin, end) lies where three bf16 parts hold it: ordinary[row -
+// begin] is 0 for rows with an infinity, a NaN, or magnitudes far from 1.
+void ordinary_rows(const Source& s, int64_t begin, int64_t end, uint8_t* ordinary) {
+  for (int64_t row = begin; row < end; ++row) {
+    const float* x = static_cast<const float*>(s.data) + row * s.ld;
+    Vec most = broadcast(0.0f), nan = broadcast(0.0f);
+    for_each_vec(s.columns, [&](int64_t i, auto part) {
+      const Vec v = part.load(x + i);
+      most = max(most, abs(v));
+      // Stays 0 but for infinities and NaN, which `max` may pass over.
+      nan = nan + (v - v);
+    });
+    const float peak = largest(most), poison = sum(nan);
+    ordinary[row - begin] = poison == 0.0f && (peak == 0.0f || (peak > 0x1p-60f && peak < 0x1p60f));
+  }
+}
+
+// One element in plain fp32, for the rows that are not ordinary.
+float dot(const float* a, const float* b, int64_t step, int64_t n, float start) {
+  float total = start;
+  for (int64_t i = 0; i < n; ++i) total = __builtin_fmaf(a[i], b[i * step], total);
+  return total;
+}
+
+template <typename T>
+void add_row_range(const T* x, int64_t ld, int64_t begin, int64_t end, int64_t columns,
+                   float* sums) {
+  for (int64_t row = begin; row < end; ++row) {
+    for_each_vec(columns, [&](int64_t i, auto part) {
+      part.store(sums + i, part.load(sums + i) + part.load(x + row * ld + i));
+    });
+  }
+}
+
+void add_rows(const Source& s, int64_t begin, int64_t end, float* sums) {
+  with_dtype(s.dtype, [&](auto zero) {
+    add_row_range(static_cast<const decltype(zero)*>(s.data), s.ld, begin, end, s.columns, sums);
+  });
+}

@@ -1,0 +1,9 @@
+// Whether the x86 kernels can be compiled, and how a function is made part of its caller.
+#pragma once
+
+// GCC takes instruction sets by pragma; other compilers build the portable kernels.
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#define FASTBERT_X86 1
+#endif
+
+#define FASTBERT_INLINE inline __attribute__((always_inline))

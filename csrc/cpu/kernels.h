@@ -1,0 +1,201 @@
+// What each instruction set implements: one table of plain functions on raw pointers. The callers
+// (the op files beside this one) are compiled for the baseline; the tables are filled by isa_*.cpp,
+// each of which compiles every *_kernel.h for its own instruction set in a namespace of its own.
+// Kernel headers use no template of the standard library: the linker would merge its copies, and a
+// caller on an older machine could get the one compiled for a newer.
+#pragma once
+
+#include <cstdint>
+
+#include "common/philox.h"
+
+namespace fastbert {
+
+struct bfloat16 {
+  uint16_t bits;
+};
+struct float16 {
+  uint16_t bits;
+};
+
+enum class Dtype { kFloat, kBFloat16, kHalf };
+
+// Rows whose gradients of weights are summed together before the sums are added up in order; a
+// constant, so that the sums do not depend on the number of threads.
+constexpr int64_t kRowsPerPart = 64;
+
+// Dropout over rows of features; stream.threshold is 0 without dropout.
+struct RowDropout {
+  DropoutStream stream;
+  float scale;
+};
+
+struct BiasGelu {
+  Dtype dtype;
+  bool erf;
+  int64_t columns;
+  const void* x;      // (rows, columns)
+  const float* bias;  // (columns,) or null
+  const void* dy;     // (rows, columns), backward only
+  void* out;          // (rows, columns): y, or dx
+};
+
+// h = residual + dropout(x + linear_bias); y = (h - mean) rstd weight + bias.
+struct AddLayerNorm {
+  Dtype x_dtype, residual_dtype, out_dtype;  // out_dtype is the wider of the other two
+  int64_t columns;
+  float eps;
+  RowDropout dropout;
+  const void* x;             // (rows, columns)
+  const float* linear_bias;  // (columns,) or null
+  const void* residual;      // (rows, columns) or null
+  const float* weight;       // (columns,)
+  const float* bias;         // (columns,) or null
+  void* y;                   // (rows, columns)
+  void* h;                   // (rows, columns) or null
+  float* mean;               // (rows,)
+  float* rstd;               // (rows,)
+};
+
+// Sums over the rows of one part, (columns,) each or null.
+struct ColumnSums {
+  float *dweight, *dbias, *dlinear_bias;
+};
+
+struct AddLayerNormGrad {
+  Dtype h_dtype, dy_dtype, x_dtype;
+  int64_t columns;
+  RowDropout dropout;
+  const void* dy;       // (rows, columns)
+  const void* dh;       // (rows, columns), of h_dtype, or null
+  const void* h;        // (rows, columns)
+  const float* weight;  // (columns,)
+  const float* mean;    // (rows,)
+  const float* rstd;    // (rows,)
+  void* dx;             // (rows, columns) or null where it equals dresidual
+  void* dresidual;      // (rows, columns)
+};
+
+// h = word + token_type + position; y = dropout(LayerNorm(h)).
+struct EmbedLayerNorm {
+  Dtype dtype;  // of the tables, h and y
+  int64_t columns;
+  float eps;
+  RowDropout dropout;
+  const int64_t* input_ids;       // (rows,) or null: words holds one row per token
+  const int64_t* token_type_ids;  // (rows,)
+  const int64_t* position_ids;    // (rows,)
+  const void* words;              // (vocabulary, columns), or (rows, columns)
+  const void* token_types;        // (types, columns)
+  const void* positions;          // (positions, columns)
+  const float* weight;            // (columns,)
+  const float* bias;              // (columns,) or null
+  void* y;                        // (rows, columns)
+  void* h;                        // (rows, columns)
+  float* mean;                    // (rows,)
+  float* rstd;                    // (rows,)
+};
+
+struct EmbedLayerNormGrad {
+  Dtype dtype;  // of dy and h
+  int64_t columns;
+  RowDropout dropout;
+  const void* dy;       // (rows, columns)
+  const void* h;        // (rows, columns)
+  const float* weight;  // (columns,)
+  const float* mean;    // (rows,)
+  const float* rstd;    // (rows,)
+  float* dh;            // (rows, columns), fp32 whatever the dtype
+};
+
+// --- matrix products ---
+//
+// Operands are packed in blocks of 32 x 32: rows by k on the left (A), k by columns on the right
+// (B). In fp32 both are row-major. In bf16 a left block is row-major and a right block holds
+// [half][k / 2][column % 16][k % 2], as tile registers and the dot product of AVX512_BF16 read it.
+// A split of fp32 is 2 or 3 such blocks one after the other: x rounded to bf16, the rest rounded,
+// and so on, whose products of falling weight add up to an fp32 product.
+
+constexpr int64_t kBlock = 32;
+
+enum class Arithmetic { kFloat, kBFloat16, kSplit2, kSplit3 };
+
+constexpr int parts_of(Arithmetic a) {
+  return a == Arithmetic::kSplit3 ? 3 : a == Arithmetic::kSplit2 ? 2 : 1;
+}
+
+constexpr int64_t bytes_per_block(Arithmetic a) {
+  return kBlock * kBlock * (a == Arithmetic::kFloat ? 4 : 2 * parts_of(a));
+}
+
+// Where a block's rows come from: rows or columns of the source.
+enum class Layout { kA, kATransposed, kB, kBTransposed };
+
+enum class Gelu { kNone, kErf, kTanh };
+
+// A row-major matrix, read through GELU where that is asked for.
+struct Source {
+  Dtype dtype;
+  const void* data;
+  int64_t rows, columns, ld;
+  Gelu gelu = Gelu::kNone;
+};
+
+// What becomes of a product: out = c + bias, or its GELU (the sum kept in preact where not null),
+// or c times GELU's slope at slope_at.
+struct Finish {
+  Dtype dtype;  // of out, preact and slope_at, (rows, columns) with row stride ld
+  void* out;
+  int64_t ld;
+  const float* bias = nullptr;  // (columns,)
+  Gelu gelu = Gelu::kNone;
+  void* preact = nullptr;
+  const void* slope_at = nullptr;
+};
+
+// c (32 x 32, row stride ldc) = or += the products of `blocks` neighbouring blocks.
+using Multiply = void (*)(const void* a, const void* b, int64_t blocks, float* c, int64_t ldc,
+                          bool accumulate);
+
+struct Kernels {
+  const char* name;
+
+  // y[i] = f(x[i]), for the tests of their bounds.
+  void (*exp)(const float* x, int64_t n, float* y);
+  void (*erf)(const float* x, int64_t n, float* y);
+
+  void (*convert)(Dtype from, const void* x, Dtype to, void* y, int64_t n);
+  void (*add_to)(const float* x, float* sum, int64_t n);
+
+  // Bit i of bits (32 a word) says whether element i is kept; whole words are written.
+  void (*row_keep_bits)(const DropoutStream&, int64_t row, int64_t columns, uint32_t* bits);
+  // The same for 16 rows of the scores of one sequence and head from row `row`, a multiple of 16,
+  // and columns [0, columns); row r's words start at bits + r * words_per_row.
+  void (*score_keep_bits)(const DropoutStream&, uint32_t sequence_head, int64_t row,
+                          int64_t columns, int64_t words_per_row, uint32_t* bits);
+  void (*expand_bits)(const uint32_t* bits, int64_t n, bool* kept);
+
+  // Rows [begin, end).
+  void (*bias_gelu_fwd)(const BiasGelu&, int64_t begin, int64_t end);
+  void (*bias_gelu_bwd)(const BiasGelu&, int64_t begin, int64_t end, float* dbias);
+  void (*add_layer_norm_fwd)(const AddLayerNorm&, int64_t begin, int64_t end);
+  void (*add_layer_norm_bwd)(const AddLayerNormGrad&, int64_t begin, int64_t end,
+                             const ColumnSums&);
+  void (*embed_layer_norm_fwd)(const EmbedLayerNorm&, int64_t begin, int64_t end);
+  void (*embed_layer_norm_bwd)(const EmbedLayerNormGrad&, int64_t begin, int64_t end,
+                               const ColumnSums&);
+
+  // The block at (row, column) of a source, whose rows and columns beyond the source are 0.
+  void (*pack_block)(const Source&, Arithmetic, Layout, int64_t row, int64_t column, void* out);
+  Multiply multiply_float;
+  void (*finish_block)(const Finish&, int64_t row, int64_t column, int64_t rows, int64_t columns,
+                       const float* c);
+  void (*ordinary_rows)(const Source&, int64_t begin, int64_t end, uint8_t* ordinary);
+  float (*dot)(const float* a, const float* b, int64_t step, int64_t n, float start);
+  void (*add_rows)(const Source&, int64_t begin, int64_t end, float* sums);
+};
+
+// The table in force: the best this machine runs, or the one chosen by `use_isa`.
+const Kernels& kernels();
+
+}  // namespace fastbert

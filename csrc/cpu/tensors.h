@@ -1,0 +1,68 @@
+// From tensors to what the kernels take. Included by the op files only.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+
+#include "cpu/kernels.h"
+
+namespace fastbert {
+
+inline Dtype dtype_of(const at::Tensor& t, const char* op) {
+  switch (t.scalar_type()) {
+    case at::kFloat:
+      return Dtype::kFloat;
+    case at::kBFloat16:
+      return Dtype::kBFloat16;
+    case at::kHalf:
+      return Dtype::kHalf;
+    default:
+      TORCH_CHECK_TYPE(false, op, ": the C++ kernels take fp32, bf16 and fp16, got ",
+                       t.scalar_type());
+  }
+}
+
+// A vector of parameters in fp32; undefined where there is none.
+inline at::Tensor float_vector(const std::optional<at::Tensor>& t, int64_t size, const char* op,
+                               const char* name) {
+  if (!t.has_value()) return {};
+  TORCH_CHECK_VALUE(t->dim() == 1 && t->size(0) == size, op, ": ", name, " must have shape (", size,
+                    ",), got ", t->sizes());
+  return t->to(at::kFloat).contiguous();
+}
+
+inline const float* data_or_null(const at::Tensor& t) {
+  return t.defined() ? t.const_data_ptr<float>() : nullptr;
+}
+
+inline float* mutable_data_or_null(const at::Tensor& t) {
+  return t.defined() ? t.mutable_data_ptr<float>() : nullptr;
+}
+
+// The threshold and the scale of docs/dropout.md.
+inline uint32_t dropout_threshold(double p) {
+  return static_cast<uint32_t>(std::floor(p * 65536.0 + 0.5));
+}
+
+inline float dropout_scale(uint32_t threshold) {
+  return threshold >= kKeepNone ? 0.0f : static_cast<float>(65536.0 / (65536.0 - threshold));
+}
+
+inline DropoutStream stream_of(const at::Tensor& rng_state, uint32_t threshold, int64_t site) {
+  TORCH_CHECK_VALUE(rng_state.numel() == 2 && rng_state.scalar_type() == at::kLong,
+                    "rng_state must be int64 of shape (2,), got ", rng_state.scalar_type(),
+                    " of shape ", rng_state.sizes());
+  const at::Tensor state = rng_state.contiguous();
+  const int64_t* values = state.const_data_ptr<int64_t>();
+  return dropout_stream(values[0], values[1], static_cast<uint32_t>(site), threshold);
+}
+
+inline RowDropout row_dropout(double p, int64_t site, const std::optional<at::Tensor>& rng_state) {
+  const uint32_t threshold = dropout_threshold(p);
+  if (threshold == 0) return {DropoutStream{}, 1.0f};
+  TORCH_CHECK_VALUE(rng_state.has_value(), "rng_state is required where dropout_p > 0");
+  return {stream_of(*rng_state, threshold, site), dropout_scale(threshold)};
+}
+
+}  // namespace fastbert

@@ -1,0 +1,153 @@
+"""`linear`: x Wᵀ + b in the dtype of x, whatever the weight's.
+
+Letters: T rows, C inputs, F outputs.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from fastbert import dispatch
+from fastbert.ops.kernel_inputs import dtype_reasons
+from fastbert.reference.linear import linear_bwd_reference, linear_reference
+
+
+def _fwd_fake(x, weights, biases, packed):
+    return x.new_empty((x.shape[0], sum(w.shape[0] for w in weights)))
+
+
+def _bwd_fake(dy, x, weights, biases, need_dx, need_dweights):
+    return (
+        x.new_empty(x.shape if need_dx else 0),
+        [torch.empty_like(w) for w in weights] if need_dweights else [],
+        [torch.empty_like(b) for b in biases],
+    )
+
+
+def _fwd_kernel_reasons(x, weights, *_) -> list[str]:
+    return dtype_reasons(x=x, **{f"weight {i}": w for i, w in enumerate(weights)})
+
+
+def _bwd_kernel_reasons(dy, x, weights, *_) -> list[str]:
+    return dtype_reasons(dy=dy) + _fwd_kernel_reasons(x, weights)
+
+
+linear_fwd = dispatch.register_op(
+    "linear_fwd",
+    "(Tensor x, Tensor[] weights, Tensor[] biases, Tensor? packed) -> Tensor",
+    room="linear",
+    fake=_fwd_fake,
+    reference=linear_reference,
+    cpu=True,
+    not_supported={"cpu": _fwd_kernel_reasons},
+)
+linear_bwd = dispatch.register_op(
+    "linear_bwd",
+    "(Tensor dy, Tensor x, Tensor[] weights, Tensor[] biases, bool need_dx, bool need_dweights) "
+    "-> (Tensor dx, Tensor[] dweights, Tensor[] dbiases)",
+    room="linear",
+    fake=_bwd_fake,
+    reference=linear_bwd_reference,
+    cpu=True,
+    not_supported={"cpu": _bwd_kernel_reasons},
+)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, count, *parameters):
+        weights, biases = list(parameters[:count]), list(parameters[count:])
+        ctx.save_for_backward(x, *parameters)
+        ctx.count = count
+        ctx.binding = dispatch.current_binding()
+        return linear_fwd(x, weights, biases, None)
+
+    @staticmethod
+    def backward(ctx, dy):
+        dispatch.refuse_second_order("linear")
+        x, *parameters = ctx.saved_tensors
+        weights, biases = parameters[: ctx.count], parameters[ctx.count :]
+        needs = ctx.needs_input_grad
+        need_dweights, need_dbiases = any(needs[2 : 2 + ctx.count]), any(needs[2 + ctx.count :])
+        with dispatch.bound(ctx.binding):
+            dx, dweights, dbiases = linear_bwd(
+                dy, x, weights, biases if need_dbiases else [], needs[0], need_dweights
+            )
+        gradients = [
+            *(dweights if need_dweights else [None] * len(weights)),
+            *(dbiases if need_dbiases else [None] * len(biases)),
+        ]
+        wanted = zip(gradients, needs[2:], strict=True)
+        return dx if needs[0] else None, None, *(g if need else None for g, need in wanted)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor | Sequence[torch.Tensor],
+    bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    *,
+    packed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x Wᵀ + b, as `torch.nn.functional.linear`; of several weights side by side.
+
+    Products are summed in fp32 and rounded once. Under autocast x is cast as
+    `torch.nn.functional.linear` casts it; a weight is read as it is and rounded on the way, and its
+    gradient is not rounded to autocast's dtype.
+
+    Args:
+        x: `(T, C)`, fp32/bf16/fp16.
+        weight: `(F, C)`, or several such, stacked. bias: `(F,)`, or one per weight, or None.
+        packed: the weights as `pack_weights` gives them, where no gradient is wanted.
+
+    Returns:
+        `(T, F)`, F of all weights together; the dtype of x (of autocast).
+
+    Raises:
+        ValueError: shapes that do not fit.
+        RuntimeError: in backward with create_graph=True.
+    """
+    weights = [weight] if isinstance(weight, torch.Tensor) else list(weight)
+    biases = [bias] if isinstance(bias, torch.Tensor) else list(bias or ())
+    for index, matrix in enumerate(weights):
+        check_linear("linear", x, matrix, biases[index] if index < len(biases) else None)
+    if biases and len(biases) != len(weights):
+        raise ValueError(f"linear: got {len(weights)} weights, but {len(biases)} biases")
+    x = autocast_input(x)
+    if dispatch.needs_grad(x, *weights, *biases):
+        return _Linear.apply(x, len(weights), *weights, *biases)
+    return linear_fwd(x, weights, biases, packed)
+
+
+def pack_weights(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
+    """Weights `(F_i, C)` as the matmul of inputs of `dtype` reads them.
+
+    Bytes `(n,)` for the C++ matmul, else the weights stacked in `dtype`; None where they are that
+    already. What was packed for one arithmetic is not used under another (another backend or
+    instruction set, another float32 matmul precision).
+    """
+    like = weights[0].new_empty((0, weights[0].shape[1]), dtype=dtype)
+    op = dispatch.OPS["linear_fwd"]
+    if dispatch.choose(op, like.device, (like, weights)) == "cpu":
+        return torch.ops.fastbert.pack_linear_weights([w.detach() for w in weights], dtype)
+    if len(weights) == 1 and weights[0].dtype == dtype:
+        return None
+    return torch.cat([w.detach().to(dtype) for w in weights])
+
+
+def autocast_input(x: torch.Tensor) -> torch.Tensor:
+    """x in the dtype autocast gives a matmul on its device; as it is without autocast."""
+    dtype = dispatch.autocast_dtype(x.device)
+    return x if dtype is None or not x.is_floating_point() else x.to(dtype)
+
+
+def check_linear(name, x, weight, bias) -> None:
+    """Raises ValueError unless x `(T, C)`, weight `(F, C)` and bias `(F,)` fit."""
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"{name}: x must be (T, C) and weight (F, C), got {tuple(x.shape)} and "
+            f"{tuple(weight.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{name}: bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}"
+        )
