@@ -53,13 +53,15 @@ def extension():
         "fastbert._C",
         [str(s.relative_to(ROOT)) for s in sources],
         include_dirs=[str(ROOT / "csrc")],
-        # No trapping or errno arithmetic: without them selections and roundings vectorise.
+        # No trapping or errno arithmetic: without them selections and roundings vectorise. No
+        # contraction: what is to be one rounding says so, for the same bits from every compiler.
         extra_compile_args=[
             "-O3",
             "-g0",
             "-fopenmp",
             "-fno-math-errno",
             "-fno-trapping-math",
+            "-ffp-contract=off",
             *wide,
         ],
         extra_link_args=["-fopenmp"],

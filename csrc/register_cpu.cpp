@@ -54,6 +54,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gelu_mlp_
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
     const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, std::string_view,
     std::array<bool, 3>);
+std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(const at::Tensor&, const at::Tensor&,
+                                                     const at::Tensor&, const at::Tensor&,
+                                                     const at::Tensor&, int64_t, int64_t, double,
+                                                     c10::OptionalArrayRef<int64_t>, double,
+                                                     int64_t, const std::optional<at::Tensor>&);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd_cpu(
+    const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+    const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, int64_t, double,
+    c10::OptionalArrayRef<int64_t>, double, int64_t, const std::optional<at::Tensor>&);
+at::Tensor attention_packed_qkv_bwd_cpu(const at::Tensor&, const at::Tensor&, int64_t,
+                                        const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                        int64_t, double, c10::OptionalArrayRef<int64_t>, double,
+                                        int64_t, const std::optional<at::Tensor>&);
 at::Tensor unpad_cpu(const at::Tensor&, const at::Tensor&);
 at::Tensor pad_cpu(const at::Tensor&, const at::Tensor&, int64_t);
 
@@ -73,6 +86,9 @@ TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
   m.impl("linear_gelu_fwd_cpu", &fastbert::linear_gelu_fwd_cpu);
   m.impl("linear_gelu_bwd_cpu", &fastbert::linear_gelu_bwd_cpu);
   m.impl("gelu_mlp_bwd_cpu", &fastbert::gelu_mlp_bwd_cpu);
+  m.impl("attention_fwd_cpu", &fastbert::attention_fwd_cpu);
+  m.impl("attention_bwd_cpu", &fastbert::attention_bwd_cpu);
+  m.impl("attention_packed_qkv_bwd_cpu", &fastbert::attention_packed_qkv_bwd_cpu);
   m.impl("unpad_cpu", &fastbert::unpad_cpu);
   m.impl("pad_cpu", &fastbert::pad_cpu);
 }

@@ -27,7 +27,7 @@ CUBLAS = "cuBLAS serves the matmul; bias_gelu is its epilogue"
 TABLE = {
     # op: reference, ops, triton, cpu, cuda, test, benchmark
     "add_layer_norm": (FILE, FILE, LATER, FILE, LATER, FILE, FILE),
-    "attention": (FILE, FILE, LATER, LATER, LATER, FILE, FILE),
+    "attention": (FILE, FILE, LATER, FILE, LATER, FILE, FILE),
     "bias_gelu": (FILE, FILE, FILE, FILE, LATER, FILE, FILE),
     "embed_layer_norm": (FILE, FILE, LATER, FILE, LATER, FILE, FILE),
     "linear": (FILE, FILE, VENDOR, FILE, VENDOR, FILE, FILE),

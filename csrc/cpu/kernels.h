@@ -157,6 +157,36 @@ struct Finish {
 using Multiply = void (*)(const void* a, const void* b, int64_t blocks, float* c, int64_t ldc,
                           bool accumulate);
 
+// --- attention ---
+
+// Rows of heads: element (row, head, d) at data + row * ld + head * head_step + d.
+struct Heads {
+  const void* data;
+  int64_t ld, head_step;
+};
+
+struct Attention {
+  Dtype dtype;
+  Arithmetic arithmetic;  // kFloat or kBFloat16
+  Multiply multiply;
+  int64_t num_heads, head_dim;
+  float softmax_scale;
+  int64_t left, right;  // keys a query sees before and after its own index
+  RowDropout dropout;
+  Heads q, k, v;
+  Heads out;           // written in forward
+  float* softmax_lse;  // (num_heads, rows of q): written in forward, read in backward
+  int64_t lse_ld;
+  Heads dout, dq, dk, dv;  // backward only; the last three are written
+};
+
+// One head of one sequence; forward may be cut into blocks of 32 queries.
+struct AttentionTask {
+  int64_t sequence, head;
+  int64_t first_q, num_q, first_k, num_k;
+  int64_t first_block, last_block;
+};
+
 struct Kernels {
   const char* name;
 
@@ -193,6 +223,11 @@ struct Kernels {
   void (*ordinary_rows)(const Source&, int64_t begin, int64_t end, uint8_t* ordinary);
   float (*dot)(const float* a, const float* b, int64_t step, int64_t n, float start);
   void (*add_rows)(const Source&, int64_t begin, int64_t end, float* sums);
+
+  // Bytes of scratch for sequences up to these lengths, and what uses them.
+  int64_t (*attention_scratch)(const Attention&, int64_t num_q, int64_t num_k, bool backward);
+  void (*attention_fwd)(const Attention&, const AttentionTask&, char* scratch);
+  void (*attention_bwd)(const Attention&, const AttentionTask&, char* scratch);
 };
 
 // The table in force: the best this machine runs, or the one chosen by `use_isa`.

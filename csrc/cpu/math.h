@@ -92,6 +92,7 @@ FASTBERT_INLINE V constant(float x) {
 }
 
 struct WholePack {
+  FASTBERT_INLINE Pack only(Pack x) const { return x; }
   template <typename T>
   FASTBERT_INLINE Pack load(const T* p) const {
     Pack r;

@@ -45,7 +45,10 @@ void convert(Dtype from, const void* x, Dtype to, void* y, int64_t n) {
   });
 }
 
+// clang-format off
 #include "cpu/gemm_kernel.h"
+#include "cpu/attention_kernel.h"
+// clang-format on
 
 void exp_array(const float* x, int64_t n, float* y) {
   for_each_pack(n, [&](int64_t i, auto part) { part.store(y + i, exp(part.load(x + i))); });
@@ -93,6 +96,9 @@ const Kernels kTable = {
     ordinary_rows,
     dot,
     add_rows,
+    attention_scratch,
+    attention_fwd,
+    attention_bwd,
 };
 
 }  // namespace ISA

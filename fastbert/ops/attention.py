@@ -8,6 +8,7 @@ import itertools
 import torch
 
 from fastbert import dispatch
+from fastbert.ops.kernel_inputs import dtype_reasons
 from fastbert.ops.philox import check_rng_state, score_keep_mask_op
 from fastbert.reference.attention import attention_bwd_reference, attention_reference
 from fastbert.reference.attention_padded import (
@@ -103,6 +104,24 @@ def _bwd_with_mask(
     )
 
 
+def _packed_qkv_bwd_fake(dout, qkv, num_heads, *args):
+    return qkv.new_empty(qkv.shape)
+
+
+def _packed_qkv_bwd_composed(
+    dout, qkv, num_heads, out, softmax_lse, cu_seqlens, max_seqlen, *options
+):
+    q, k, v = _split_heads(qkv, num_heads)
+    saved = (out, softmax_lse, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    gradients = attention_bwd(dout, q, k, v, *saved, *options)
+    return torch.cat([g.flatten(1) for g in gradients], dim=1)
+
+
+def _kernel_reasons(*args) -> list[str]:
+    tensors = [a for a in args[:4] if isinstance(a, torch.Tensor) and a.is_floating_point()]
+    return dtype_reasons(**{f"argument {i}": t for i, t in enumerate(tensors)})
+
+
 _OPTIONS = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "float softmax_scale, int[2]? window, float dropout_p, int site, Tensor? rng_state"
@@ -113,6 +132,8 @@ attention_fwd = dispatch.register_op(
     room="attention",
     fake=_fwd_fake,
     reference=_fwd_with_mask,
+    cpu=True,
+    not_supported={"cpu": _kernel_reasons},
 )
 attention_bwd = dispatch.register_op(
     "attention_bwd",
@@ -121,6 +142,19 @@ attention_bwd = dispatch.register_op(
     room="attention",
     fake=_bwd_fake,
     reference=_bwd_with_mask,
+    cpu=True,
+    not_supported={"cpu": _kernel_reasons},
+)
+attention_packed_qkv_bwd = dispatch.register_op(
+    "attention_packed_qkv_bwd",
+    "(Tensor dout, Tensor qkv, int num_heads, Tensor out, Tensor softmax_lse, Tensor cu_seqlens, "
+    "SymInt max_seqlen, float softmax_scale, int[2]? window, float dropout_p, int site, "
+    "Tensor? rng_state) -> Tensor dqkv",
+    room="attention",
+    fake=_packed_qkv_bwd_fake,
+    reference=_packed_qkv_bwd_composed,
+    cpu=True,
+    not_supported={"cpu": _kernel_reasons},
 )
 
 
@@ -163,12 +197,12 @@ class _AttentionPackedQkv(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         dispatch.refuse_second_order("attention")
         qkv, out, lse, cu_seqlens, rng_state = ctx.saved_tensors
-        q, k, v = _split_heads(qkv, ctx.num_heads)
+        max_seqlen, _, *options = ctx.options
         with dispatch.bound(ctx.binding):
-            gradients = attention_bwd(
-                dout, q, k, v, out, lse, cu_seqlens, cu_seqlens, *ctx.options, rng_state
+            dqkv = attention_packed_qkv_bwd(
+                dout, qkv, ctx.num_heads, out, lse, cu_seqlens, max_seqlen, *options, rng_state
             )
-        return torch.cat([g.flatten(1) for g in gradients], dim=1), None, None, None, None
+        return dqkv, None, None, None, None
 
 
 def _split_heads(qkv: torch.Tensor, num_heads: int) -> tuple[torch.Tensor, ...]:
