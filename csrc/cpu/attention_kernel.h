@@ -79,13 +79,25 @@ FASTBERT_INLINE float smallest_of(const float* row, int64_t n) {
   return least;
 }
 
-// 0 in the first n lanes.
-FASTBERT_INLINE Vec without_first(Vec v, int64_t n) {
-  return n >= Vec::kLanes ? broadcast(0.0f) : n <= 0 ? v : v - first_lanes(v, static_cast<int>(n));
+// 0 in the lanes outside [lo, hi).
+FASTBERT_INLINE Vec only_between(Vec v, int64_t lo, int64_t hi) {
+  constexpr int64_t kLanes = Vec::kLanes;
+  const uint32_t below = (1u << (lo < 0 ? 0 : smaller(lo, kLanes))) - 1u;
+  const uint32_t lanes = ((1u << (hi < 0 ? 0 : smaller(hi, kLanes))) - 1u) & ~below;
+  return zero_unless(mask_of_bits(&lanes, 0), v);
 }
-FASTBERT_INLINE Pack without_first(Pack p, int64_t n) {
-  for (int i = 0; i < Pack::kVecs; ++i) p.v[i] = without_first(p.v[i], n - i * Vec::kLanes);
+FASTBERT_INLINE Pack only_between(Pack p, int64_t lo, int64_t hi) {
+  for (int i = 0; i < Pack::kVecs; ++i) {
+    p.v[i] = only_between(p.v[i], lo - i * Vec::kLanes, hi - i * Vec::kLanes);
+  }
   return p;
+}
+
+// v at column c where its keys are seen, 0 elsewhere.
+template <typename V>
+FASTBERT_INLINE V seen_only(KeyRange keys, int64_t c, V v) {
+  const bool all = keys.begin <= c && c + V::kLanes <= keys.end;
+  return all ? v : only_between(v, keys.begin - c, keys.end - c);
 }
 
 FASTBERT_INLINE Vec total(Vec v) { return v; }
@@ -97,10 +109,6 @@ FASTBERT_INLINE Vec kept_only(const uint32_t* bits, int64_t i, Vec v) {
 FASTBERT_INLINE Pack kept_only(const uint32_t* bits, int64_t i, Pack p) {
   for (int n = 0; n < Pack::kVecs; ++n) p.v[n] = kept_only(bits, i + n * Vec::kLanes, p.v[n]);
   return p;
-}
-
-FASTBERT_INLINE void fill_zero(float* row, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; ++i) row[i] = 0.0f;
 }
 
 // The bits of 32 queries from `query`, or null without dropout.
@@ -117,79 +125,97 @@ FASTBERT_INLINE const uint32_t* keep_bits(const Attention& a, const AttentionTas
   return bits;
 }
 
-// exp(scale · row - peak) over the keys seen, 0 elsewhere, and dropped where bits say so.
+// --- rows of fp32 as operands ---
+
+// The element of packed operands: bf16, or fp32, whose blocks are row-major on both sides.
+template <bool kHalves>
+struct Operand {
+  using Element = float;
+};
+template <>
+struct Operand<true> {
+  using Element = bfloat16;
+};
+
+// A vector of row r at column c, a multiple of its width, into the blocks of a left operand.
+template <bool kHalves>
+FASTBERT_INLINE void put_left(char* blocks, int64_t r, int64_t c, Vec v) {
+  using T = typename Operand<kHalves>::Element;
+  T* block = reinterpret_cast<T*>(blocks) + c / kBlock * kBlock * kBlock;
+  store_operand(block + r * kBlock + c % kBlock, v);
+}
+template <bool kHalves>
+FASTBERT_INLINE void put_left(char* blocks, int64_t r, int64_t c, Pack p) {
+#pragma GCC unroll 4
+  for (int i = 0; i < Pack::kVecs; ++i) {
+    put_left<kHalves>(blocks, r, c + i * Vec::kLanes, p.v[i]);
+  }
+}
+
+// Vectors of rows r and r + 1 (r even) at column c into a right operand of `deep` blocks a panel,
+// of which these 32 rows are number `place`.
+template <bool kHalves>
+FASTBERT_INLINE void put_right(char* blocks, int64_t deep, int64_t place, int64_t r, int64_t c,
+                               Vec upper, Vec lower) {
+  using T = typename Operand<kHalves>::Element;
+  T* block = reinterpret_cast<T*>(blocks) + (c / kBlock * deep + place) * kBlock * kBlock;
+  if constexpr (kHalves) {
+    store_operand_pairs(block + c % kBlock / 16 * 512 + r * 16, upper, lower);
+  } else {
+    store(block + r * kBlock + c % kBlock, upper);
+    store(block + (r + 1) * kBlock + c % kBlock, lower);
+  }
+}
+template <bool kHalves>
+FASTBERT_INLINE void put_right(char* blocks, int64_t deep, int64_t place, int64_t r, int64_t c,
+                               Pack upper, Pack lower) {
+#pragma GCC unroll 4
+  for (int i = 0; i < Pack::kVecs; ++i) {
+    put_right<kHalves>(blocks, deep, place, r, c + i * Vec::kLanes, upper.v[i], lower.v[i]);
+  }
+}
+
+// exp, to what the operand of the next product can hold.
+template <bool kHalves, typename V>
+FASTBERT_INLINE V exp_for(V x) {
+  if constexpr (kHalves) {
+    return brief_exp(x);
+  } else {
+    return exp(x);
+  }
+}
+
 struct Softmax {
   float sum, lse;
 };
 
+// A row of `padded` scores, the first of which has `keys` to see, to exponentials in the left
+// operand's blocks (dropped where bits say so), their sum and its logarithm.
+template <bool kHalves>
 FASTBERT_INLINE Softmax softmax_row(const Attention& a, KeyRange keys, int64_t padded,
-                                    const uint32_t* bits, float* row) {
-  fill_zero(row, 0, keys.begin);
-  fill_zero(row, keys.end, padded);
-  if (keys.begin == keys.end) return {0.0f, -__builtin_inff()};
-  // From a multiple of the vectors, so that the bits line up; what lies before is not seen.
-  const int64_t start = keys.begin / Pack::kLanes * Pack::kLanes;
-  const float scale = a.softmax_scale;
-  const float peak = scale * (scale >= 0.0f ? largest_of(row + keys.begin, keys.end - keys.begin)
-                                            : smallest_of(row + keys.begin, keys.end - keys.begin));
-  Vec sums = broadcast(0.0f);
-  for_each_pack(keys.end - start, [&](int64_t i, auto part) {
-    float* at = row + start + i;
-    auto x = part.load(at);
-    using V = decltype(x);
-    V e = part.only(exp(x * constant<V>(scale) - constant<V>(peak)));
-    if (start + i < keys.begin) e = without_first(e, keys.begin - start - i);
-    sums = sums + total(e);
-    if (bits != nullptr) e = kept_only(bits, start + i, e);
-    part.store(at, e);
-  });
-  const float total_sum = sum(sums);
-  return {total_sum, peak + __builtin_logf(total_sum)};
-}
-
-// Rows of fp32 as the left operand's blocks.
-template <typename T>
-FASTBERT_INLINE void pack_left_row(const float* row, int64_t r, int64_t columns, char* blocks) {
-  for (int64_t c = 0; c < columns; c += Vec::kLanes) {
-    T* to = reinterpret_cast<T*>(blocks) + c / kBlock * kBlock * kBlock + r * kBlock + c % kBlock;
-    store(to, load(row + c));
-  }
-}
-
-FASTBERT_INLINE void pack_left_rows(Arithmetic arithmetic, const float* rows, int64_t columns,
+                                    const uint32_t* bits, int64_t r, const float* row,
                                     char* blocks) {
-  for (int64_t r = 0; r < kBlock; ++r) {
-    const float* row = rows + r * columns;
-    arithmetic == Arithmetic::kFloat ? pack_left_row<float>(row, r, columns, blocks)
-                                     : pack_left_row<bfloat16>(row, r, columns, blocks);
+  const float scale = a.softmax_scale;
+  const int64_t count = keys.end - keys.begin;
+  float peak = 0.0f;
+  if (count > 0) {
+    peak = scale * (scale < 0.0f ? smallest_of(row + keys.begin, count)
+                                 : largest_of(row + keys.begin, count));
   }
-}
-
-// The same rows as one block of depth `place` of every panel of a right operand of `deep` blocks.
-FASTBERT_INLINE void pack_right_rows(Arithmetic arithmetic, const float* rows, int64_t columns,
-                                     int64_t deep, int64_t place, char* blocks) {
-  const int64_t bytes = bytes_per_block(arithmetic);
-  for (int64_t c = 0; c < columns; c += kBlock) {
-    char* block = blocks + (c / kBlock * deep + place) * bytes;
-    if (arithmetic == Arithmetic::kFloat) {
-      for (int64_t r = 0; r < kBlock; ++r) {
-        __builtin_memcpy(block + r * kBlock * 4, rows + r * columns + c, kBlock * 4);
-      }
-      continue;
-    }
-#if defined(FASTBERT_AVX512)
-    auto* pairs = reinterpret_cast<uint32_t*>(block);
-    const __m512i high = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
-    for (int64_t r = 0; r < kBlock; r += 2) {
-      for (int64_t half = 0; half < 2; ++half) {
-        const float* at = rows + r * columns + c + 16 * half;
-        const __m512i first = _mm512_srli_epi32(bf16_bits(load(at)), 16);
-        const __m512i second = _mm512_and_si512(bf16_bits(load(at + columns)), high);
-        _mm512_storeu_si512(pairs + half * 256 + r * 8, _mm512_or_si512(first, second));
-      }
-    }
-#endif
-  }
+  Vec sums = broadcast(0.0f);
+  for_each_pack(padded, [&](int64_t c, auto part) {
+    const auto x = part.load(row + c);
+    using V = decltype(part.load(row));
+    // Product and difference are rounded apart, here and in backward, so that one key's
+    // probability is exactly 1.
+    V e = exp_for<kHalves>(x * constant<V>(scale) - constant<V>(peak));
+    e = seen_only(keys, c, e);
+    sums = sums + total(e);
+    if (bits != nullptr) e = kept_only(bits, c, e);
+    put_left<kHalves>(blocks, r, c, e);
+  });
+  const float whole = sum(sums);
+  return {whole, count > 0 ? peak + __builtin_logf(whole) : -__builtin_inff()};
 }
 
 FASTBERT_INLINE void store_row(Dtype dtype, const float* row, float factor, int64_t n, void* out,
@@ -227,7 +253,8 @@ struct ForwardScratch {
   }
 };
 
-void attention_fwd(const Attention& a, const AttentionTask& t, char* memory) {
+template <bool kHalves>
+void attention_fwd_task(const Attention& a, const AttentionTask& t, char* memory) {
   Scratch pieces{memory};
   const ForwardScratch s(pieces, a, t.num_k);
   const int64_t bytes = bytes_per_block(a.arithmetic), deep = blocks_of(a.head_dim);
@@ -247,22 +274,18 @@ void attention_fwd(const Attention& a, const AttentionTask& t, char* memory) {
     }
     const uint32_t* bits = keep_bits(a, t, query, key_blocks, s.bits);
     for (int64_t r = 0; r < kBlock; ++r) {
-      float* row = s.scores + r * padded;
-      if (r < count) {
-        rows[r] = softmax_row(a, keys_seen(a, query + r, t.num_k), padded,
-                              bits == nullptr ? nullptr : bits + r * key_blocks, row);
-      } else {
-        fill_zero(row, 0, padded);
-      }
+      const KeyRange seen = keys_seen(a, query + r, t.num_k);
+      rows[r] = softmax_row<kHalves>(a, r < count ? seen : KeyRange{0, 0}, padded,
+                                     bits == nullptr ? nullptr : bits + r * key_blocks, r,
+                                     s.scores + r * padded, s.weights);
     }
-    pack_left_rows(a.arithmetic, s.scores, padded, s.weights);
     for (int64_t d = 0; d < deep; ++d) {
       a.multiply(s.weights, s.values + d * key_blocks * bytes, key_blocks, s.sums + d * kBlock,
                  width, false);
     }
     for (int64_t r = 0; r < count; ++r) {
-      const float factor =
-          rows[r].sum > 0.0f || rows[r].sum != rows[r].sum ? a.dropout.scale / rows[r].sum : 0.0f;
+      // A query without a key has a sum of 0 and a result of 0.
+      const float factor = rows[r].sum == 0.0f ? 0.0f : a.dropout.scale / rows[r].sum;
       write_head_row(a, a.out, t.first_q + query + r, t.head, s.sums + r * width, factor);
       a.softmax_lse[t.head * a.lse_ld + t.first_q + query + r] = rows[r].lse;
     }
@@ -297,39 +320,50 @@ struct BackwardScratch {
   }
 };
 
-// One row's probabilities and the gradient of its scores: weights becomes Z·P, dweights the
-// gradient scale·P·(Z·dP - Σ P·Z·dP), Z the dropout's factors.
-FASTBERT_INLINE void score_gradient_row(const Attention& a, KeyRange keys, int64_t padded,
-                                        float lse, const uint32_t* bits, float* weights,
-                                        float* dweights) {
-  fill_zero(weights, 0, keys.begin);
-  fill_zero(weights, keys.end, padded);
-  fill_zero(dweights, 0, keys.begin);
-  fill_zero(dweights, keys.end, padded);
-  if (keys.begin == keys.end) return;
-  const int64_t start = keys.begin / Pack::kLanes * Pack::kLanes, n = keys.end - start;
-  weights += start;
-  dweights += start;
-  const float scale = a.softmax_scale, drop = a.dropout.scale;
+// A row's probabilities P in place of its scores, Z·dP in place of dP, Z the dropout's factors;
+// returns Σ P·Z·dP.
+template <bool kHalves>
+FASTBERT_INLINE float weigh_row(const Attention& a, KeyRange keys, int64_t padded, float lse,
+                                const uint32_t* bits, float* weights, float* dweights) {
   Vec sums = broadcast(0.0f);
-  for_each_pack(n, [&](int64_t i, auto part) {
-    auto x = part.load(weights + i);
-    using V = decltype(x);
-    V p = part.only(exp(x * constant<V>(scale) - constant<V>(lse)));
-    if (start + i < keys.begin) p = without_first(p, keys.begin - start - i);
-    V d = part.load(dweights + i);
-    if (bits != nullptr) d = kept_only(bits, start + i, d * constant<V>(drop));
+  for_each_pack(padded, [&](int64_t c, auto part) {
+    const auto x = part.load(weights + c);
+    using V = decltype(part.load(weights));
+    V p = exp_for<kHalves>(x * constant<V>(a.softmax_scale) - constant<V>(lse));
+    p = seen_only(keys, c, p);
+    V d = part.load(dweights + c);
+    if (bits != nullptr) d = kept_only(bits, c, d * constant<V>(a.dropout.scale));
     sums = sums + total(p * d);
-    part.store(weights + i, p);
-    part.store(dweights + i, d);
+    part.store(weights + c, p);
+    part.store(dweights + c, d);
   });
-  const float mean = sum(sums);
-  for_each_pack(n, [&](int64_t i, auto part) {
-    auto p = part.load(weights + i);
-    using V = decltype(p);
-    part.store(dweights + i,
-               p * constant<V>(scale) * (part.load(dweights + i) - constant<V>(mean)));
-    if (bits != nullptr) part.store(weights + i, kept_only(bits, start + i, p * constant<V>(drop)));
+  return sum(sums);
+}
+
+// Where two neighbouring rows stand in the operands of the last three products.
+struct Operands {
+  char *score_rows, *score_pairs, *weight_pairs;
+  int64_t deep, place;
+};
+
+// dS = scale·P·(Z·dP - Σ P·Z·dP) and Z·P of rows r and r + 1, as operands.
+template <bool kHalves>
+FASTBERT_INLINE void put_gradients(const Attention& a, const Operands& to, int64_t padded,
+                                   int64_t r, const float* means, const uint32_t* const* bits,
+                                   const float* weights, const float* dweights) {
+  for_each_pack(padded, [&](int64_t c, auto part) {
+    using V = decltype(part.load(weights));
+    V p[2], ds[2];
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      p[i] = part.load(weights + i * padded + c);
+      ds[i] = p[i] * constant<V>(a.softmax_scale) *
+              (part.load(dweights + i * padded + c) - constant<V>(means[i]));
+      put_left<kHalves>(to.score_rows, r + i, c, ds[i]);
+      if (bits[i] != nullptr) p[i] = kept_only(bits[i], c, p[i] * constant<V>(a.dropout.scale));
+    }
+    put_right<kHalves>(to.score_pairs, to.deep, to.place, r, c, ds[0], ds[1]);
+    put_right<kHalves>(to.weight_pairs, to.deep, to.place, r, c, p[0], p[1]);
   });
 }
 
@@ -353,7 +387,8 @@ FASTBERT_INLINE void write_transposed(const Attention& a, const AttentionTask& t
   }
 }
 
-void attention_bwd(const Attention& a, const AttentionTask& t, char* memory) {
+template <bool kHalves>
+void attention_bwd_task(const Attention& a, const AttentionTask& t, char* memory) {
   Scratch pieces{memory};
   const BackwardScratch s(pieces, a, t.num_k);
   const Arithmetic arithmetic = a.arithmetic;
@@ -380,17 +415,22 @@ void attention_bwd(const Attention& a, const AttentionTask& t, char* memory) {
         a.multiply(s.gradient, s.values + panel, deep, s.dweights + j * kBlock, padded, false);
       }
       const uint32_t* bits = keep_bits(a, t, query, key_blocks, s.bits);
-      for (int64_t r = 0; r < kBlock; ++r) {
-        const KeyRange seen = keys_seen(a, query + r, t.num_k);
-        const KeyRange keys = r < count ? seen : KeyRange{0, 0};
-        const float* lse = a.softmax_lse + t.head * a.lse_ld + t.first_q + query;
-        score_gradient_row(a, keys, padded, r < count ? lse[r] : 0.0f,
-                           bits == nullptr ? nullptr : bits + r * key_blocks, s.scores + r * padded,
-                           s.dweights + r * padded);
+      const float* lse = a.softmax_lse + t.head * a.lse_ld + t.first_q + query;
+      const Operands operands{s.score_rows, s.score_pairs, s.weight_pairs, group, place};
+      for (int64_t r = 0; r < kBlock; r += 2) {
+        float means[2];
+        const uint32_t* row_bits[2];
+        for (int64_t i = 0; i < 2; ++i) {
+          const bool real = r + i < count;
+          const KeyRange seen = keys_seen(a, query + r + i, t.num_k);
+          row_bits[i] = bits == nullptr ? nullptr : bits + (r + i) * key_blocks;
+          means[i] = weigh_row<kHalves>(a, real ? seen : KeyRange{0, 0}, padded,
+                                        real ? lse[r + i] : 0.0f, row_bits[i],
+                                        s.scores + (r + i) * padded, s.dweights + (r + i) * padded);
+        }
+        put_gradients<kHalves>(a, operands, padded, r, means, row_bits, s.scores + r * padded,
+                               s.dweights + r * padded);
       }
-      pack_left_rows(arithmetic, s.dweights, padded, s.score_rows);
-      pack_right_rows(arithmetic, s.scores, padded, group, place, s.weight_pairs);
-      pack_right_rows(arithmetic, s.dweights, padded, group, place, s.score_pairs);
       for (int64_t d = 0; d < deep; ++d) {
         a.multiply(s.score_rows, s.key_rows + d * key_blocks * bytes, key_blocks, s.dq + d * kBlock,
                    width, false);
@@ -424,4 +464,18 @@ int64_t attention_scratch(const Attention& a, int64_t num_q, int64_t num_k, bool
     ForwardScratch(pieces, a, num_k);
   }
   return pieces.used;
+}
+
+void attention_fwd(const Attention& a, const AttentionTask& t, char* memory) {
+#if defined(FASTBERT_AVX512)
+  if (a.arithmetic == Arithmetic::kBFloat16) return attention_fwd_task<true>(a, t, memory);
+#endif
+  attention_fwd_task<false>(a, t, memory);
+}
+
+void attention_bwd(const Attention& a, const AttentionTask& t, char* memory) {
+#if defined(FASTBERT_AVX512)
+  if (a.arithmetic == Arithmetic::kBFloat16) return attention_bwd_task<true>(a, t, memory);
+#endif
+  attention_bwd_task<false>(a, t, memory);
 }

@@ -5,7 +5,37 @@ FASTBERT_INLINE void copy_block(const float (*tile)[kBlock], float* out) {
   __builtin_memcpy(out, tile, kBlock * kBlock * sizeof(float));
 }
 
+FASTBERT_INLINE void store_operand(float* p, Vec x) { store(p, x); }
+
 #if defined(FASTBERT_AVX512)
+
+// A vector of fp32 as an operand of products, which read subnormal bf16 numbers as 0.
+FASTBERT_INLINE void store_operand(bfloat16* p, Vec x) {
+#if defined(FASTBERT_AVX512_BF16)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x.v));
+#else
+  store(p, x);
+#endif
+}
+
+// Elements of `first` and `second` by turns.
+FASTBERT_INLINE void store_operand_pairs(bfloat16* p, Vec first, Vec second) {
+#if defined(FASTBERT_AVX512_BF16)
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second.v, first.v);
+  // 0, 16, 1, 17, ...
+  const __m512i turns = _mm512_or_si512(
+      _mm512_cvtepu16_epi32(
+          _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)),
+      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_setr_epi16(16, 17, 18, 19, 20, 21, 22, 23, 24,
+                                                                25, 26, 27, 28, 29, 30, 31)),
+                        16));
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi16(turns, both));
+#else
+  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
+  const __m512i lower = _mm512_srli_epi32(bf16_bits(first), 16);
+  _mm512_storeu_si512(p, _mm512_or_si512(lower, _mm512_and_si512(bf16_bits(second), high)));
+#endif
+}
 
 FASTBERT_INLINE void transpose_16x16(const __m512i* in, __m512i* out) {
   __m512i a[16], b[16];
@@ -62,8 +92,8 @@ using Halves32 = uint16_t[kBlock][kBlock];
 
 FASTBERT_INLINE void round_block(const float (*tile)[kBlock], Halves32& halves) {
   for (int r = 0; r < kBlock; ++r) {
-    store(reinterpret_cast<bfloat16*>(halves[r]), load(tile[r]));
-    store(reinterpret_cast<bfloat16*>(halves[r] + 16), load(tile[r] + 16));
+    store_operand(reinterpret_cast<bfloat16*>(halves[r]), load(tile[r]));
+    store_operand(reinterpret_cast<bfloat16*>(halves[r] + 16), load(tile[r] + 16));
   }
 }
 

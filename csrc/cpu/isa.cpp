@@ -28,6 +28,9 @@ extern const Kernels kTable;
 namespace avx512 {
 extern const Kernels kTable;
 }
+namespace avx512_bf16 {
+extern const Kernels kTable;
+}
 #endif
 
 namespace {
@@ -104,7 +107,8 @@ Isa current_isa() { return chosen().load(std::memory_order_relaxed); }
 const Kernels& kernels() {
 #if defined(FASTBERT_X86)
   const Isa isa = current_isa();
-  if (isa >= Isa::kAvx512) return avx512::kTable;
+  if (isa >= Isa::kAvx512Bf16) return avx512_bf16::kTable;
+  if (isa == Isa::kAvx512) return avx512::kTable;
   if (isa == Isa::kAvx2) return avx2::kTable;
 #endif
   return portable::kTable;

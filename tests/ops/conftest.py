@@ -14,7 +14,7 @@ from fastbert import extension
 from fastbert.dispatch import BACKENDS, OPS, not_supported_reasons, use_backend
 
 MATMUL_OPS = ("attention", "linear", "linear_gelu", "mlm_cross_entropy")
-ELEMENTWISE_ISAS = ("portable", "avx2", "avx512")
+ELEMENTWISE_ISAS = ("portable", "avx2", "avx512", "avx512_bf16")
 
 
 def _implementations(room: str) -> list[str]:
