@@ -67,6 +67,13 @@ at::Tensor attention_packed_qkv_bwd_cpu(const at::Tensor&, const at::Tensor&, in
                                         const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                         int64_t, double, c10::OptionalArrayRef<int64_t>, double,
                                         int64_t, const std::optional<at::Tensor>&);
+std::tuple<at::Tensor, at::Tensor> mlm_cross_entropy_fwd_cpu(const at::Tensor&, const at::Tensor&,
+                                                             const std::optional<at::Tensor>&,
+                                                             const at::Tensor&, int64_t, double,
+                                                             double);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> mlm_cross_entropy_bwd_cpu(
+    const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+    const at::Tensor&, const at::Tensor&, int64_t, double, double, bool, bool);
 at::Tensor unpad_cpu(const at::Tensor&, const at::Tensor&);
 at::Tensor pad_cpu(const at::Tensor&, const at::Tensor&, int64_t);
 
@@ -89,6 +96,8 @@ TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
   m.impl("attention_fwd_cpu", &fastbert::attention_fwd_cpu);
   m.impl("attention_bwd_cpu", &fastbert::attention_bwd_cpu);
   m.impl("attention_packed_qkv_bwd_cpu", &fastbert::attention_packed_qkv_bwd_cpu);
+  m.impl("mlm_cross_entropy_fwd_cpu", &fastbert::mlm_cross_entropy_fwd_cpu);
+  m.impl("mlm_cross_entropy_bwd_cpu", &fastbert::mlm_cross_entropy_bwd_cpu);
   m.impl("unpad_cpu", &fastbert::unpad_cpu);
   m.impl("pad_cpu", &fastbert::pad_cpu);
 }

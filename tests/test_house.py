@@ -32,7 +32,7 @@ TABLE = {
     "embed_layer_norm": (FILE, FILE, LATER, FILE, LATER, FILE, FILE),
     "linear": (FILE, FILE, VENDOR, FILE, VENDOR, FILE, FILE),
     "linear_gelu": (FILE, FILE, LATER, FILE, CUBLAS, FILE, FILE),
-    "mlm_cross_entropy": (FILE, FILE, LATER, LATER, LATER, FILE, FILE),
+    "mlm_cross_entropy": (FILE, FILE, LATER, FILE, LATER, FILE, FILE),
     "philox": (FILE, FILE, FILE, FILE, LATER, FILE, FILE),
     "unpad": (FILE, FILE, LATER, FILE, LATER, FILE, FILE),
 }

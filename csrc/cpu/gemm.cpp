@@ -84,11 +84,6 @@ Arithmetic arithmetic_of_source(const Source& s, Arithmetic wanted) {
   return all ? wanted : Arithmetic::kFloat;
 }
 
-Arithmetic arithmetic_of_sources(const std::vector<Source>& sources, Arithmetic wanted) {
-  for (const Source& s : sources) wanted = arithmetic_of_source(s, wanted);
-  return wanted;
-}
-
 int64_t size_of_blocks(Arithmetic a, int64_t depth, int64_t columns) {
   return blocks_of(depth) * blocks_of(columns) * bytes_per_block(a);
 }
@@ -165,6 +160,11 @@ Arithmetic arithmetic_for(at::ScalarType dtype) {
   return highest ? Arithmetic::kSplit3 : Arithmetic::kSplit2;
 }
 
+Arithmetic ordinary_arithmetic(const std::vector<Source>& sources, Arithmetic wanted) {
+  for (const Source& s : sources) wanted = arithmetic_of_source(s, wanted);
+  return wanted;
+}
+
 Multiply multiply_for(Arithmetic arithmetic) {
 #if defined(FASTBERT_X86)
   const bool tiles = current_isa() >= Isa::kAmx;
@@ -207,7 +207,7 @@ PackedRight::PackedRight(std::vector<Source> sources, bool transposed, Arithmeti
       transposed_(transposed),
       depth_(transposed ? sources_[0].columns : total_rows(sources_)),
       columns_(transposed ? total_rows(sources_) : sources_[0].columns),
-      arithmetic_(arithmetic_of_sources(sources_, arithmetic)),
+      arithmetic_(ordinary_arithmetic(sources_, arithmetic)),
       blocks_(empty_from_pool({kHeaderBytes + size_of_blocks(arithmetic_, depth_, columns_)},
                               at::TensorOptions().dtype(at::kByte))) {
   char* bytes = reinterpret_cast<char*>(blocks_.mutable_data_ptr<uint8_t>());
@@ -365,7 +365,7 @@ at::Tensor weight_gradient(const Source& dy, const at::Tensor& x, Gelu gelu,
   right.gelu = gelu;
   at::Tensor dweight = empty_from_pool(weight.sizes(), weight.options());
   // A transposed left operand has no rows of its own to be served one by one.
-  const Arithmetic a = arithmetic_of_source(dy, arithmetic_for(x.scalar_type()));
+  const Arithmetic a = ordinary_arithmetic({dy}, arithmetic_for(x.scalar_type()));
   multiply(dy, true, PackedRight({right}, false, a),
            {dtype_of(dweight, op), dweight.mutable_data_ptr(), dweight.size(1)});
   return dweight;

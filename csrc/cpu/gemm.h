@@ -18,6 +18,9 @@ namespace fastbert {
 // FASTBERT_SPLIT_FP32=0 none); everything else in fp32.
 Arithmetic arithmetic_for(at::ScalarType dtype);
 
+// The same, or fp32 where the splits cannot hold a value of the sources.
+Arithmetic ordinary_arithmetic(const std::vector<Source>& sources, Arithmetic wanted);
+
 Multiply multiply_for(Arithmetic arithmetic);
 
 // Gives this thread the tile registers for as long as it lives, where they are needed.

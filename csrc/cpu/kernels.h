@@ -187,6 +187,28 @@ struct AttentionTask {
   int64_t first_block, last_block;
 };
 
+// --- masked-LM loss ---
+
+// What a row's logits over some columns come to: the largest, the exponentials' sum beside it, the
+// sum of all, and the label's own where it is among them.
+struct LogitSums {
+  float peak, exponentials, all, label;
+};
+
+struct CrossEntropy {
+  Dtype dtype;           // of the logits, which are rounded to it
+  const float* bias;     // (vocabulary,) or null
+  const int64_t* label;  // (rows,), -1 where there is none
+};
+
+struct CrossEntropyGrad {
+  CrossEntropy of;
+  const float* lse;     // (rows,)
+  const float* factor;  // (rows,): of the softmax
+  const float* hit;     // (rows,): added at the label
+  const float* every;   // (rows,): added to every logit
+};
+
 struct Kernels {
   const char* name;
 
@@ -223,6 +245,13 @@ struct Kernels {
   void (*ordinary_rows)(const Source&, int64_t begin, int64_t end, uint8_t* ordinary);
   float (*dot)(const float* a, const float* b, int64_t step, int64_t n, float start);
   void (*add_rows)(const Source&, int64_t begin, int64_t end, float* sums);
+
+  // Logits (rows, ld) of columns [column, column + columns); rows count from the tensors' first.
+  void (*sum_logits)(const CrossEntropy&, int64_t row, int64_t rows, int64_t column,
+                     int64_t columns, float* logits, int64_t ld, LogitSums* sums);
+  // Their gradients in their place; adds up columns in dbias.
+  void (*logit_gradients)(const CrossEntropyGrad&, int64_t row, int64_t rows, int64_t column,
+                          int64_t columns, float* logits, int64_t ld, float* dbias);
 
   // Bytes of scratch for sequences up to these lengths, and what uses them.
   int64_t (*attention_scratch)(const Attention&, int64_t num_q, int64_t num_k, bool backward);

@@ -45,9 +45,15 @@ void convert(Dtype from, const void* x, Dtype to, void* y, int64_t n) {
   });
 }
 
+void add_to(const float* x, float* sum, int64_t n) {
+  for_each_pack(
+      n, [&](int64_t i, auto part) { part.store(sum + i, part.load(sum + i) + part.load(x + i)); });
+}
+
 // clang-format off
 #include "cpu/gemm_kernel.h"
 #include "cpu/attention_kernel.h"
+#include "cpu/cross_entropy_kernel.h"
 // clang-format on
 
 void exp_array(const float* x, int64_t n, float* y) {
@@ -56,11 +62,6 @@ void exp_array(const float* x, int64_t n, float* y) {
 
 void erf_array(const float* x, int64_t n, float* y) {
   for_each_pack(n, [&](int64_t i, auto part) { part.store(y + i, erf(part.load(x + i))); });
-}
-
-void add_to(const float* x, float* sum, int64_t n) {
-  for_each_pack(
-      n, [&](int64_t i, auto part) { part.store(sum + i, part.load(sum + i) + part.load(x + i)); });
 }
 
 void row_keep_bits_of(const DropoutStream& s, int64_t row, int64_t columns, uint32_t* bits) {
@@ -96,6 +97,8 @@ const Kernels kTable = {
     ordinary_rows,
     dot,
     add_rows,
+    sum_logits,
+    logit_gradients,
     attention_scratch,
     attention_fwd,
     attention_bwd,

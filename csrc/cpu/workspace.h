@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 namespace fastbert {
 
@@ -15,6 +16,8 @@ class Workspace {
  public:
   explicit Workspace(int64_t bytes);
   ~Workspace();
+  Workspace(Workspace&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), size_(other.size_) {}
   Workspace(const Workspace&) = delete;
   Workspace& operator=(const Workspace&) = delete;
 

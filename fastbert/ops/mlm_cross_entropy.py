@@ -7,6 +7,7 @@ import torch
 
 from fastbert import dispatch
 from fastbert.ops import index_flags
+from fastbert.ops.kernel_inputs import dtype_reasons
 from fastbert.ops.linear import autocast_input
 from fastbert.reference.mlm_cross_entropy import (
     mlm_cross_entropy_bwd_reference,
@@ -64,6 +65,14 @@ def _bwd_checked(dloss, hidden, weight, bias, labels, lse, ignore_index, *option
     )
 
 
+def _fwd_kernel_reasons(hidden, weight, *_) -> list[str]:
+    return dtype_reasons(hidden=hidden, weight=weight)
+
+
+def _bwd_kernel_reasons(dloss, hidden, weight, *_) -> list[str]:
+    return dtype_reasons(hidden=hidden, weight=weight)
+
+
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss"
 mlm_cross_entropy_fwd = dispatch.register_op(
     "mlm_cross_entropy_fwd",
@@ -72,6 +81,8 @@ mlm_cross_entropy_fwd = dispatch.register_op(
     room="mlm_cross_entropy",
     fake=_fwd_fake,
     reference=_fwd_checked,
+    cpu=True,
+    not_supported={"cpu": _fwd_kernel_reasons},
 )
 mlm_cross_entropy_bwd = dispatch.register_op(
     "mlm_cross_entropy_bwd",
@@ -81,6 +92,8 @@ mlm_cross_entropy_bwd = dispatch.register_op(
     room="mlm_cross_entropy",
     fake=_bwd_fake,
     reference=_bwd_checked,
+    cpu=True,
+    not_supported={"cpu": _bwd_kernel_reasons},
 )
 
 

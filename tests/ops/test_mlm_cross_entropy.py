@@ -115,7 +115,8 @@ def test_mlm_cross_entropy_autocast(backend):
         loss = mlm_cross_entropy(**leaves, labels=arguments["labels"])
         expected = plain(**leaves, labels=arguments["labels"])
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-5)
+    # The kernels do not round the bias to bf16 first.
+    torch.testing.assert_close(loss, expected, rtol=2**-7, atol=0)
     loss.sum().backward()
     assert {leaf.grad.dtype for leaf in leaves.values()} == {torch.float32}
 
