@@ -98,7 +98,10 @@ def _devices() -> dict[str, str]:
 
 
 def _cpu() -> dict[str, str]:
-    features = {"capability of torch": torch.backends.cpu.get_cpu_capability()}
+    features = {
+        "C++ kernels": extension.cpu_isa() or "not loaded",
+        "capability of torch": torch.backends.cpu.get_cpu_capability(),
+    }
     for name in ("avx2", "avx512", "avx512_bf16", "amx_tile"):
         probe = getattr(torch.cpu, f"_is_{name}_supported", None)
         features[name] = "unknown" if probe is None else ("yes" if probe() else "no")

@@ -4,14 +4,16 @@ import json
 import subprocess
 import sys
 
-from fastbert import dispatch, env
+from fastbert import dispatch, env, extension
 
 
 def test_env_lists_every_op():
     data = env.report()
     assert {row["op"] for row in data["ops"]} == dispatch.OPS.keys()
     text = env.render(data)
-    assert "attention_fwd           cpu: reference" in text
+    chosen = "cpu" if extension.load() is None else "reference"
+    assert f"attention_fwd           cpu: {chosen}" in text
+    assert data["cpu"]["C++ kernels"] == (extension.cpu_isa() or "not loaded")
     assert "checked in Triton's interpreter only" in text
     assert "torch" in text
 

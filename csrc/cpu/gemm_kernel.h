@@ -272,38 +272,94 @@ void multiply_float(const void* a, const void* b, int64_t blocks, float* c, int6
   }
 }
 
-template <typename T>
+// Vectors of neighbouring rows of 32 columns, with a row stride for memory that is not a block.
+struct RowsOfBlock {
+  template <typename T>
+  FASTBERT_INLINE Pack load(const T* p, int64_t ld) const {
+    Pack r;
+#pragma GCC unroll 4
+    for (int i = 0; i < Pack::kVecs; ++i) r.v[i] = ISA::load(at(p, i, ld));
+    return r;
+  }
+  template <typename T>
+  FASTBERT_INLINE void store(T* p, int64_t ld, Pack x) const {
+#pragma GCC unroll 4
+    for (int i = 0; i < Pack::kVecs; ++i) ISA::store(at(p, i, ld), x.v[i]);
+  }
+
+ private:
+  template <typename T>
+  static FASTBERT_INLINE T* at(T* p, int i, int64_t ld) {
+    return p + i * Vec::kLanes / kBlock * ld + i * Vec::kLanes % kBlock;
+  }
+};
+
+// Columns of one row.
+template <typename Part>
+struct ColumnsOfRow {
+  Part part;
+  template <typename T>
+  FASTBERT_INLINE auto load(const T* p, int64_t) const {
+    return part.load(p);
+  }
+  template <typename T, typename V>
+  FASTBERT_INLINE void store(T* p, int64_t, V x) const {
+    part.store(p, x);
+  }
+};
+
+// body(row, column, part) over a block's rows: all lanes of several rows where it is whole.
+template <typename Body>
+FASTBERT_INLINE void for_each_of_block(int64_t rows, int64_t columns, const Body& body) {
+  constexpr int64_t kRows = Pack::kLanes / kBlock > 0 ? Pack::kLanes / kBlock : 1;
+  int64_t r = 0;
+  if constexpr (Pack::kLanes >= kBlock) {
+    for (; columns == kBlock && r + kRows <= rows; r += kRows) body(r, 0, RowsOfBlock{});
+  }
+  for (; r < rows; ++r) {
+    for_each_vec(columns,
+                 [&](int64_t i, auto part) { body(r, i, ColumnsOfRow<decltype(part)>{part}); });
+  }
+}
+
+template <typename T, typename V>
+FASTBERT_INLINE V rounded_to(V v) {
+  if constexpr (V::kLanes == Vec::kLanes) {
+    T lanes[Vec::kLanes];
+    store(lanes, v);
+    return load(lanes);
+  } else {
+    for (int i = 0; i < V::kVecs; ++i) v.v[i] = rounded_to<T>(v.v[i]);
+    return v;
+  }
+}
+
+template <typename T, bool kErf>
 void finish_rows(const Finish& f, int64_t row, int64_t column, int64_t rows, int64_t columns,
                  const float* c) {
-  const auto by_gelu = [&](auto erf) {
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t at = (row + r) * f.ld + column;
-      T* out = static_cast<T*>(f.out) + at;
-      T* preact = static_cast<T*>(f.preact) + (f.preact == nullptr ? 0 : at);
-      const T* slope_at = static_cast<const T*>(f.slope_at) + (f.slope_at == nullptr ? 0 : at);
-      for_each_vec(columns, [&](int64_t i, auto part) {
-        Vec v = part.load(c + r * kBlock + i);
-        if (f.bias != nullptr) v = v + part.load(f.bias + column + i);
-        if (f.slope_at != nullptr) {
-          v = v * gelu_slope<T, decltype(erf)::value>(part.load(slope_at + i));
-        }
-        if (f.gelu == Gelu::kNone || f.slope_at != nullptr) return part.store(out + i, v);
-        // The pre-activation has the dtype's precision for backward, so for forward too.
-        T rounded[Vec::kLanes];
-        store(rounded, v);
-        const Vec u = load(rounded);
-        if (f.preact != nullptr) part.store(preact + i, u);
-        part.store(out + i, gelu<T, decltype(erf)::value>(u));
-      });
+  for_each_of_block(rows, columns, [&](int64_t r, int64_t i, auto part) {
+    const int64_t at = (row + r) * f.ld + column + i;
+    auto v = part.load(c + r * kBlock + i, kBlock);
+    if (f.bias != nullptr) v = v + part.load(f.bias + column + i, 0);
+    if (f.slope_at != nullptr) {
+      v = v * gelu_slope<T, kErf>(part.load(static_cast<const T*>(f.slope_at) + at, f.ld));
+    } else if (f.gelu != Gelu::kNone) {
+      // The pre-activation has the dtype's precision for backward, so for forward too.
+      v = rounded_to<T>(v);
+      if (f.preact != nullptr) part.store(static_cast<T*>(f.preact) + at, f.ld, v);
+      v = gelu<T, kErf>(v);
     }
-  };
-  f.gelu == Gelu::kTanh ? by_gelu(Constant<false>{}) : by_gelu(Constant<true>{});
+    part.store(static_cast<T*>(f.out) + at, f.ld, v);
+  });
 }
 
 void finish_block(const Finish& f, int64_t row, int64_t column, int64_t rows, int64_t columns,
                   const float* c) {
-  with_dtype(f.dtype,
-             [&](auto zero) { finish_rows<decltype(zero)>(f, row, column, rows, columns, c); });
+  with_dtype(f.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    f.gelu == Gelu::kTanh ? finish_rows<T, false>(f, row, column, rows, columns, c)
+                          : finish_rows<T, true>(f, row, column, rows, columns, c);
+  });
 }
 
 // Whether every element of rows [begin, end) lies where three bf16 parts hold it: ordinary[row -
