@@ -128,7 +128,7 @@ Cut cut(int64_t rows, int64_t columns, int64_t depth, Arithmetic a) {
 // error of a sum grows with its length, so where it shows (fp32) a piece starts from 0 and is added
 // up; where it does not (bf16) the tiles take the sums up again.
 constexpr int64_t blocks_per_piece(Arithmetic a) {
-  return a == Arithmetic::kFloat ? 4 : a == Arithmetic::kBFloat16 ? 8 : 12;
+  return a == Arithmetic::kFloat ? 8 : a == Arithmetic::kBFloat16 ? 8 : 12;
 }
 
 // The next piece of a product, from depth k on.

@@ -237,37 +237,50 @@ void pack_block(const Source& s, Arithmetic arithmetic, Layout layout, int64_t r
              : copy_block(tile, static_cast<float*>(out));
 }
 
+// Rows [row, row + kRows) of the product below, their sums in registers.
+template <int kRows>
+FASTBERT_INLINE void multiply_rows(const float* left, const float* right, int64_t blocks, int row,
+                                   float* c, int64_t ldc, bool accumulate) {
+  constexpr int kVecs = kBlock / Vec::kLanes;
+  Vec sums[kRows][kVecs];
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVecs; ++v) {
+      const float* from = c + (row + r) * ldc + v * Vec::kLanes;
+      sums[r][v] = accumulate ? load(from) : broadcast(0.0f);
+    }
+  }
+  for (int64_t block = 0; block < blocks; ++block) {
+    const float* x = left + block * kBlock * kBlock + row * kBlock;
+    const float* w = right + block * kBlock * kBlock;
+    for (int k = 0; k < kBlock; ++k) {
+      Vec columns[kVecs];
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) columns[v] = load(w + k * kBlock + v * Vec::kLanes);
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) {
+        const Vec factor = broadcast(x[r * kBlock + k]);
+#pragma GCC unroll 8
+        for (int v = 0; v < kVecs; ++v) sums[r][v] = fma(factor, columns[v], sums[r][v]);
+      }
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVecs; ++v) store(c + (row + r) * ldc + v * Vec::kLanes, sums[r][v]);
+  }
+}
+
 // c (32 x 32, row stride ldc) = or += the products of `blocks` blocks, each element's terms in
-// rising k.
+// rising k. As many rows at a time as there are registers for.
 void multiply_float(const void* a, const void* b, int64_t blocks, float* c, int64_t ldc,
                     bool accumulate) {
-  constexpr int kVecs = kBlock / Vec::kLanes, kRows = kVecs <= 2 ? 8 : 2;
-  const auto* left = static_cast<const float*>(a);
-  for (int row = 0; row < kBlock; row += kRows) {
-    Vec sums[kRows][kVecs];
-    for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVecs; ++v) {
-        const float* from = c + (row + r) * ldc + v * Vec::kLanes;
-        sums[r][v] = accumulate ? load(from) : broadcast(0.0f);
-      }
-    }
-    for (int64_t block = 0; block < blocks; ++block) {
-      const float* x = left + block * kBlock * kBlock + row * kBlock;
-      const float* w = static_cast<const float*>(b) + block * kBlock * kBlock;
-      for (int k = 0; k < kBlock; ++k) {
-        Vec columns[kVecs];
-#pragma GCC unroll 8
-        for (int v = 0; v < kVecs; ++v) columns[v] = load(w + k * kBlock + v * Vec::kLanes);
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-          const Vec factor = broadcast(x[r * kBlock + k]);
-#pragma GCC unroll 8
-          for (int v = 0; v < kVecs; ++v) sums[r][v] = fma(factor, columns[v], sums[r][v]);
-        }
-      }
-    }
-    for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVecs; ++v) store(c + (row + r) * ldc + v * Vec::kLanes, sums[r][v]);
+  const auto *left = static_cast<const float*>(a), *right = static_cast<const float*>(b);
+  if constexpr (Vec::kLanes == 16) {
+    multiply_rows<12>(left, right, blocks, 0, c, ldc, accumulate);
+    multiply_rows<12>(left, right, blocks, 12, c, ldc, accumulate);
+    multiply_rows<8>(left, right, blocks, 24, c, ldc, accumulate);
+  } else {
+    for (int row = 0; row < kBlock; row += 2) {
+      multiply_rows<2>(left, right, blocks, row, c, ldc, accumulate);
     }
   }
 }

@@ -1,6 +1,7 @@
 // Finds what the machine can run, once, and lets tests and users choose less.
 #include "cpu/isa.h"
 
+#include <ATen/ATen.h>
 #include <torch/library.h>
 
 #include <array>
@@ -100,6 +101,19 @@ std::string cpu_isa(std::string_view name) {
   return kNames[static_cast<size_t>(current_isa())];
 }
 
+// The kernels' elementary functions by themselves, for the tests of their bounds.
+at::Tensor vector_math(const at::Tensor& x, std::string_view function) {
+  TORCH_CHECK_VALUE(function == "exp" || function == "erf",
+                    "vector_math: function must be 'exp' or 'erf', got '", function, "'");
+  TORCH_CHECK_TYPE(x.scalar_type() == at::kFloat, "vector_math: x must be fp32, got ",
+                   x.scalar_type());
+  const at::Tensor input = x.contiguous();
+  at::Tensor y = at::empty_like(input);
+  (function == "exp" ? kernels().exp : kernels().erf)(input.const_data_ptr<float>(), x.numel(),
+                                                      y.mutable_data_ptr<float>());
+  return y;
+}
+
 }  // namespace
 
 Isa current_isa() { return chosen().load(std::memory_order_relaxed); }
@@ -116,4 +130,8 @@ const Kernels& kernels() {
 
 }  // namespace fastbert
 
-TORCH_LIBRARY_FRAGMENT(fastbert, m) { m.def("cpu_isa(str name) -> str", &fastbert::cpu_isa); }
+TORCH_LIBRARY_FRAGMENT(fastbert, m) {
+  m.def("cpu_isa(str name) -> str", &fastbert::cpu_isa);
+  m.def("vector_math(Tensor x, str function) -> Tensor");
+  m.impl("vector_math", c10::DispatchKey::CPU, &fastbert::vector_math);
+}
