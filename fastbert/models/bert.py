@@ -44,6 +44,7 @@ from fastbert.encoder import (
     is_unhooked,
 )
 from fastbert.models.accelerate import register_conversions, swap_classes
+from fastbert.models.linears import own_linear, own_linears
 from fastbert.models.losses import IGNORE_INDEX, mean_loss, rescaled_loss
 from fastbert.models.outputs import (
     Deferred,
@@ -181,7 +182,7 @@ class BertLayer(CachesWeights, modeling_bert.BertLayer):
 # --- model ----------------------------------------------------------------------------------------
 
 
-class BertModel(transformers.BertModel):
+class BertModel(CachesWeights, transformers.BertModel):
     """Drop-in replacement of `transformers.BertModel` that computes real tokens only.
 
     Takes what transformers' class takes and returns the same numbers; `last_hidden_state` and
@@ -368,7 +369,8 @@ class BertModel(transformers.BertModel):
             rows = layer(rows, packed=batch, index=index, rng_state=rng_state)
         pooled = None
         if self.pooler is not None:
-            pooled = self.pooler(batch.first_rows(rows)[:, None])
+            with own_linears(self):
+                pooled = self.pooler(batch.first_rows(rows)[:, None])
         outputs = BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=batch.pad(rows, keep_query_only=keep_query_only),
             pooler_output=pooled,
@@ -547,7 +549,7 @@ def _eager_attention(config):
 # --- heads ----------------------------------------------------------------------------------------
 
 
-class _MaskedLMHead:
+class _MaskedLMHead(CachesWeights):
     """What the heads with a vocabulary share: loss from labelled rows, logits when read."""
 
     def __init__(self, config):
@@ -605,9 +607,18 @@ class _MaskedLMHead:
         """`(B, S, V)` scores; every padded position has the scores of a zero hidden state."""
         batch, rows = outputs.__dict__.get("packed", (None, None))
         if rows is None or batch.indices is None or dispatch.is_symbolic(rows):
-            return self.cls.predictions(outputs.last_hidden_state)
-        blank = self.cls.predictions(rows.new_zeros(1, rows.shape[-1]))
-        return batch.pad_with(self.cls.predictions(rows), blank)
+            return self._scores(outputs.last_hidden_state)
+        blank = self._scores(rows.new_zeros(1, rows.shape[-1]))
+        return batch.pad_with(self._scores(rows), blank)
+
+    def _scores(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(..., V)` of hidden states `(..., C)`."""
+        if dispatch.is_symbolic(hidden_states) or not self._is_plain_head():
+            return self.cls.predictions(hidden_states)
+        rows = self._transform(hidden_states.reshape(-1, hidden_states.shape[-1]))
+        decoder = self.cls.predictions.decoder
+        scores = own_linear(rows, decoder.weight, decoder.bias, cache=self.weight_cache)
+        return scores.view(*hidden_states.shape[:-1], -1)
 
     def _lazy_logits(self, outputs) -> LazyLogits | None:
         """The stand-in, where nothing needs the values now: eager training on plain modules."""
@@ -719,7 +730,8 @@ class BertForPreTraining(_MaskedLMHead, transformers.BertForPreTraining):
         has_loss = labels is not None and next_sentence_label is not None
         labels = labels if has_loss else None
         outputs = self._run_bert(inputs, labels, kwargs)
-        pair_logits = self.cls.seq_relationship(outputs.pooler_output)
+        with own_linears(self):
+            pair_logits = self.cls.seq_relationship(outputs.pooler_output)
         loss, logits = self._score(outputs, labels, num_items_in_batch, return_logits)
         if has_loss:
             pairs = nn.functional.cross_entropy(
@@ -738,7 +750,7 @@ class BertForPreTraining(_MaskedLMHead, transformers.BertForPreTraining):
         return result if return_dict else result.to_tuple()
 
 
-class _Head:
+class _Head(CachesWeights):
     """A head whose forward is transformers' own, on our `BertModel`.
 
     What is added: the rows the loss reads are computed where they are padding, and
@@ -763,7 +775,8 @@ class _Head:
         return_dict = _return_dict(self.config, kwargs)
         if isinstance(self.bert, BertModel):
             kwargs["required_rows"] = self.rows_read_by_loss(inputs, kwargs)
-        outputs = super().forward(*inputs, return_dict=True, **kwargs)
+        with own_linears(self):
+            outputs = super().forward(*inputs, return_dict=True, **kwargs)
         labels = kwargs.get("labels")
         if outputs.loss is not None and labels is not None:
             outputs.loss = rescaled_loss(outputs.loss, labels, num_items_in_batch)

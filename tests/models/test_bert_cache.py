@@ -13,8 +13,13 @@ from fastbert.cache import CachesWeights, Fingerprint
 from fastbert.testing.inputs import padded_batch, small_bert_config
 from fastbert.testing.models import head_inputs, model_pair
 
-# Of queries, keys and values together, the attention's output, and both of the feed-forward.
+# Queries, keys and values together, the attention's output, both of the feed-forward; the pooler's
+# is one more.
 COPIES_PER_LAYER = 4
+
+
+def _expected_copies(model):
+    return 1 + COPIES_PER_LAYER * model.config.num_hidden_layers
 
 
 @pytest.fixture
@@ -40,7 +45,7 @@ def test_cache_is_filled_without_gradients_only(model, inputs):
     model(**inputs)
     assert _copies(model) == 0
     first = _forward(model, inputs)
-    assert _copies(model) == COPIES_PER_LAYER * model.config.num_hidden_layers
+    assert _copies(model) == _expected_copies(model)
     assert torch.equal(_forward(model, inputs), first)
     model(**inputs)
     assert _copies(model) == 0
@@ -49,9 +54,9 @@ def test_cache_is_filled_without_gradients_only(model, inputs):
 def test_cache_holds_casts_under_autocast(model, inputs):
     with torch.autocast("cpu", torch.bfloat16):
         first = _forward(model, inputs)
-        assert _copies(model) == COPIES_PER_LAYER * model.config.num_hidden_layers
+        assert _copies(model) == _expected_copies(model)
         assert torch.equal(_forward(model, inputs), first)
-        assert _copies(model) == COPIES_PER_LAYER * model.config.num_hidden_layers
+        assert _copies(model) == _expected_copies(model)
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,8 @@ def test_logits_of_containers_behave_as_tensors():
     assert lazy.deferred._value is None
     real = inputs["attention_mask"] != 0
     assert rebuilt.logits.dtype == torch.float32
-    torch.testing.assert_close(rebuilt.logits[real], expected.float()[real])
+    # The op does not round biases to bf16 first.
+    torch.testing.assert_close(rebuilt.logits[real], expected.float()[real], rtol=0, atol=0.01)
     assert type(lazy + 1) is torch.Tensor
     assert torch.equal(lazy.argmax(-1), rebuilt.logits.argmax(-1))
 
