@@ -10,7 +10,7 @@ PY = .venv/bin/python
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 SOURCES = $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h)
 
-.PHONY: demo test test-full bench lint format env clean
+.PHONY: demo test test-full sanitize bench lint format env clean
 
 demo: .venv/.installed build/models/.installed
 	$(PY) examples/demo.py
@@ -22,6 +22,18 @@ test: .venv/.installed build/models/.installed
 test-full: .venv/.installed build/models/.installed
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile tests
 	$(PY) tests/teeth.py
+	$(MAKE) sanitize
+
+# The C++ kernels once more, built with address and undefined-behaviour checks, in a copy of the
+# package (which python -m would pass over); python itself is not built with them, so their runtime
+# is loaded before it.
+SANITIZED = build/sanitize
+sanitize: .venv/.installed
+	FASTBERT_SANITIZE=1 FASTBERT_BUILD=cpu $(PY) setup.py -q build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	PYTHONPATH=$(SANITIZED)/lib OMP_NUM_THREADS=2 \
+	.venv/bin/pytest -q -p no:cacheprovider -m "not slow" -k "cpu and not opcheck" tests/ops
 
 bench: .venv/.installed
 	$(PY) -m pytest benchmarks --benchmark-only

@@ -3,7 +3,8 @@
 FASTBERT_BUILD=auto|none|cpu|cuda: `auto` (the default) builds what this machine has compilers for
 and records why it left the rest out; `cpu` and `cuda` fail where they cannot be built. The choice
 looks for compilers, never for a GPU. C++ is compiled against the torch that is installed, so the
-build must see it: `pip install --no-build-isolation`.
+build must see it: `pip install --no-build-isolation`. FASTBERT_SANITIZE=1 builds it with address
+and undefined-behaviour checks (`make sanitize`).
 """
 
 import importlib.util
@@ -24,6 +25,8 @@ PACKAGES = [
     *(f"fastbert.{p.parent.name}" for p in sorted((ROOT / "fastbert").glob("*/__init__.py"))),
     "fastbert.kernels",
 ]
+# Pointers in the kernels are aligned to their elements, not to their vectors.
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize=alignment", "-fno-omit-frame-pointer"]
 PACKAGE_DIR = {"fastbert": "fastbert", "fastbert.kernels": "kernels"}
 
 
@@ -49,6 +52,7 @@ def extension():
     sources = [*sorted((ROOT / "csrc" / "cpu").glob("*.cpp")), ROOT / "csrc" / "register_cpu.cpp"]
     # Compilers default to half of AVX-512 where a loop is theirs to vectorise.
     wide = ["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []
+    checks = SANITIZERS if os.environ.get("FASTBERT_SANITIZE") == "1" else []
     return CppExtension(
         "fastbert._C",
         [str(s.relative_to(ROOT)) for s in sources],
@@ -63,8 +67,9 @@ def extension():
             "-fno-trapping-math",
             "-ffp-contract=off",
             *wide,
+            *checks,
         ],
-        extra_link_args=["-fopenmp"],
+        extra_link_args=["-fopenmp", *checks],
     )
 
 

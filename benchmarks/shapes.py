@@ -27,12 +27,15 @@ RAGGED_32X128 = (
     ],
     128,
 )
+DENSE_4X512 = ([512] * 4, 512)
+DENSE_8X512 = ([512] * 8, 512)
 RAGGED_8X512 = ([512, 60, 190, 33, 410, 101, 275, 18], 512)
 # Long enough that some of its tokens carry a label.
 TINY = ([21, 6, 13], 21)
 
 BATCHES = {
     "dense-8x128": DENSE_8X128,
+    "dense-8x512": DENSE_8X512,
     "ragged-32x128": RAGGED_32X128,
     "ragged-8x512": RAGGED_8X512,
 }

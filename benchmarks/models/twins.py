@@ -62,14 +62,15 @@ def masked_lm_step(model, inputs, optimizer, autocast: bool):
     return step
 
 
-def masked_lm_steps(models: dict, inputs: dict) -> dict:
-    """A training step of each model on the same labelled batch: bf16 autocast, fused AdamW."""
+def masked_lm_steps(models: dict, inputs: dict, *, autocast: bool = True) -> dict:
+    """A training step of each model on the same labelled batch: fused AdamW, bf16 autocast or the
+    models' own dtype."""
     return {
         name: masked_lm_step(
             model.train(),
             with_labels(inputs),
             torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True),
-            autocast=True,
+            autocast=autocast,
         )
         for name, model in models.items()
     }

@@ -100,17 +100,6 @@ FASTBERT_INLINE V seen_only(KeyRange keys, int64_t c, V v) {
   return all ? v : only_between(v, keys.begin - c, keys.end - c);
 }
 
-FASTBERT_INLINE Vec total(Vec v) { return v; }
-FASTBERT_INLINE Vec total(Pack p) { return (p.v[0] + p.v[1]) + (p.v[2] + p.v[3]); }
-
-FASTBERT_INLINE Vec kept_only(const uint32_t* bits, int64_t i, Vec v) {
-  return zero_unless(mask_of_bits(bits, i), v);
-}
-FASTBERT_INLINE Pack kept_only(const uint32_t* bits, int64_t i, Pack p) {
-  for (int n = 0; n < Pack::kVecs; ++n) p.v[n] = kept_only(bits, i + n * Vec::kLanes, p.v[n]);
-  return p;
-}
-
 // The bits of 32 queries from `query`, or null without dropout.
 FASTBERT_INLINE const uint32_t* keep_bits(const Attention& a, const AttentionTask& t, int64_t query,
                                           int64_t words, uint32_t* bits) {
@@ -142,7 +131,7 @@ template <bool kHalves>
 FASTBERT_INLINE void put_left(char* blocks, int64_t r, int64_t c, Vec v) {
   using T = typename Operand<kHalves>::Element;
   T* block = reinterpret_cast<T*>(blocks) + c / kBlock * kBlock * kBlock;
-  store_operand(block + r * kBlock + c % kBlock, v);
+  store(block + r * kBlock + c % kBlock, v);
 }
 template <bool kHalves>
 FASTBERT_INLINE void put_left(char* blocks, int64_t r, int64_t c, Pack p) {
@@ -160,7 +149,7 @@ FASTBERT_INLINE void put_right(char* blocks, int64_t deep, int64_t place, int64_
   using T = typename Operand<kHalves>::Element;
   T* block = reinterpret_cast<T*>(blocks) + (c / kBlock * deep + place) * kBlock * kBlock;
   if constexpr (kHalves) {
-    store_operand_pairs(block + c % kBlock / 16 * 512 + r * 16, upper, lower);
+    store_pairs(block + c % kBlock / 16 * 512 + r * 16, upper, lower);
   } else {
     store(block + r * kBlock + c % kBlock, upper);
     store(block + (r + 1) * kBlock + c % kBlock, lower);

@@ -5,21 +5,10 @@ FASTBERT_INLINE void copy_block(const float (*tile)[kBlock], float* out) {
   __builtin_memcpy(out, tile, kBlock * kBlock * sizeof(float));
 }
 
-FASTBERT_INLINE void store_operand(float* p, Vec x) { store(p, x); }
-
 #if defined(FASTBERT_AVX512)
 
-// A vector of fp32 as an operand of products, which read subnormal bf16 numbers as 0.
-FASTBERT_INLINE void store_operand(bfloat16* p, Vec x) {
-#if defined(FASTBERT_AVX512_BF16)
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x.v));
-#else
-  store(p, x);
-#endif
-}
-
 // Elements of `first` and `second` by turns.
-FASTBERT_INLINE void store_operand_pairs(bfloat16* p, Vec first, Vec second) {
+FASTBERT_INLINE void store_pairs(bfloat16* p, Vec first, Vec second) {
 #if defined(FASTBERT_AVX512_BF16)
   const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second.v, first.v);
   // 0, 16, 1, 17, ...
@@ -92,8 +81,8 @@ using Halves32 = uint16_t[kBlock][kBlock];
 
 FASTBERT_INLINE void round_block(const float (*tile)[kBlock], Halves32& halves) {
   for (int r = 0; r < kBlock; ++r) {
-    store_operand(reinterpret_cast<bfloat16*>(halves[r]), load(tile[r]));
-    store_operand(reinterpret_cast<bfloat16*>(halves[r] + 16), load(tile[r] + 16));
+    store(reinterpret_cast<bfloat16*>(halves[r]), load(tile[r]));
+    store(reinterpret_cast<bfloat16*>(halves[r] + 16), load(tile[r] + 16));
   }
 }
 

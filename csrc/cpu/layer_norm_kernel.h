@@ -12,16 +12,23 @@ struct Statistics {
 FASTBERT_INLINE Statistics statistics_of(const float* row, int64_t columns, Vec sums, float eps) {
   const float mean = sum(sums) / static_cast<float>(columns);
   Vec squares = broadcast(0.0f);
-  for_each_vec(columns, [&](int64_t i, auto part) {
-    const Vec d = part.only(part.load(row + i) - broadcast(mean));
-    squares = fma(d, d, squares);
+  for_each_pack(columns, [&](int64_t i, auto part) {
+    const auto x = part.load(row + i);
+    const auto d = part.only(x - constant<decltype(part.load(row))>(mean));
+    squares = squares + total(d * d);
   });
   const float variance = sum(squares) / static_cast<float>(columns);
   return {mean, 1.0f / __builtin_sqrtf(variance + eps)};
 }
 
-FASTBERT_INLINE Vec normalised(Vec h, Statistics s) {
-  return (h - broadcast(s.mean)) * broadcast(s.rstd);
+template <typename V>
+FASTBERT_INLINE V normalised(V h, Statistics s) {
+  return (h - constant<V>(s.mean)) * constant<V>(s.rstd);
+}
+
+template <typename V>
+FASTBERT_INLINE V dropped(const RowDropout& dropout, const uint32_t* kept, int64_t i, V v) {
+  return kept_only(kept, i, v) * constant<V>(dropout.scale);
 }
 
 // The sum of a row, into `row`, and its elements added up.
@@ -33,14 +40,13 @@ FASTBERT_INLINE Vec add_row(const AddLayerNorm& a, int64_t index, const uint32_t
       a.residual == nullptr ? nullptr : static_cast<const TR*>(a.residual) + index * a.columns;
   const bool drops = a.dropout.stream.threshold > 0;
   Vec sums = broadcast(0.0f);
-  for_each_vec(a.columns, [&](int64_t i, auto part) {
-    Vec h = part.load(x + i);
+  for_each_pack(a.columns, [&](int64_t i, auto part) {
+    auto h = part.load(x + i);
     if (a.linear_bias != nullptr) h = h + part.load(a.linear_bias + i);
-    // Selected, not multiplied by zero, which would keep infinities.
-    if (drops) h = zero_unless(mask_of_bits(kept, i), h) * broadcast(a.dropout.scale);
+    if (drops) h = dropped(a.dropout, kept, i, h);
     if (residual != nullptr) h = h + part.load(residual + i);
     part.store(row + i, h);
-    sums = sums + h;
+    sums = sums + total(h);
   });
   return sums;
 }
@@ -57,10 +63,10 @@ void add_layer_norm_fwd_rows(const AddLayerNorm& a, int64_t begin, int64_t end) 
     const Statistics s = statistics_of(row, a.columns, sums, a.eps);
     TY* y = static_cast<TY*>(a.y) + index * a.columns;
     TY* h = a.h == nullptr ? nullptr : static_cast<TY*>(a.h) + index * a.columns;
-    for_each_vec(a.columns, [&](int64_t i, auto part) {
-      const Vec v = part.load(row + i);
+    for_each_pack(a.columns, [&](int64_t i, auto part) {
+      const auto v = part.load(row + i);
       if (h != nullptr) part.store(h + i, v);
-      Vec n = normalised(v, s) * part.load(a.weight + i);
+      auto n = normalised(v, s) * part.load(a.weight + i);
       if (a.bias != nullptr) n = n + part.load(a.bias + i);
       part.store(y + i, n);
     });
@@ -86,13 +92,13 @@ FASTBERT_INLINE Statistics norm_bwd_row(const TH* h, Statistics s, const float* 
                                         int64_t columns, const LoadDy& load_dy,
                                         const ColumnSums& sums, float* row, float* scaled) {
   Vec sum_dn = broadcast(0.0f), sum_dn_n = broadcast(0.0f);
-  for_each_vec(columns, [&](int64_t i, auto part) {
-    const Vec n = part.only(normalised(part.load(h + i), s)), dy = load_dy(i, part);
-    const Vec dn = dy * part.load(weight + i);
+  for_each_pack(columns, [&](int64_t i, auto part) {
+    const auto n = part.only(normalised(part.load(h + i), s)), dy = load_dy(i, part);
+    const auto dn = dy * part.load(weight + i);
     part.store(row + i, n);
     part.store(scaled + i, dn);
-    sum_dn = sum_dn + dn;
-    sum_dn_n = fma(dn, n, sum_dn_n);
+    sum_dn = sum_dn + total(dn);
+    sum_dn_n = sum_dn_n + total(dn * n);
     part.store(sums.dweight + i, fma(dy, n, part.load(sums.dweight + i)));
     if (sums.dbias != nullptr) part.store(sums.dbias + i, part.load(sums.dbias + i) + dy);
   });
@@ -100,9 +106,10 @@ FASTBERT_INLINE Statistics norm_bwd_row(const TH* h, Statistics s, const float* 
   return {sum(sum_dn) / count, sum(sum_dn_n) / count};
 }
 
-FASTBERT_INLINE Vec norm_gradient(Vec n, Vec dn, Statistics means, float rstd) {
-  const Vec centred = dn - broadcast(means.mean);
-  return fnma(n, broadcast(means.rstd), centred) * broadcast(rstd);
+template <typename V>
+FASTBERT_INLINE V norm_gradient(V n, V dn, Statistics means, float rstd) {
+  const V centred = dn - constant<V>(means.mean);
+  return fnma(n, constant<V>(means.rstd), centred) * constant<V>(rstd);
 }
 
 template <typename TH, typename TDY, typename TX>
@@ -122,11 +129,11 @@ void add_layer_norm_bwd_rows(const AddLayerNormGrad& a, int64_t begin, int64_t e
     const Statistics means = norm_bwd_row(
         static_cast<const TH*>(a.h) + offset, s, a.weight, a.columns,
         [&](int64_t i, auto part) { return part.load(dy + i); }, sums, row, scaled);
-    for_each_vec(a.columns, [&](int64_t i, auto part) {
-      Vec d = norm_gradient(part.load(row + i), part.load(scaled + i), means, s.rstd);
+    for_each_pack(a.columns, [&](int64_t i, auto part) {
+      auto d = norm_gradient(part.load(row + i), part.load(scaled + i), means, s.rstd);
       if (dh != nullptr) d = d + part.load(dh + i);
       part.store(dresidual + i, d);
-      if (drops) d = zero_unless(mask_of_bits(kept, i), d) * broadcast(a.dropout.scale);
+      if (drops) d = dropped(a.dropout, kept, i, d);
       if (dx != nullptr) part.store(dx + i, d);
       if (sums.dlinear_bias != nullptr) {
         part.store(sums.dlinear_bias + i, part.load(sums.dlinear_bias + i) + d);
@@ -156,18 +163,18 @@ void embed_layer_norm_fwd_rows(const EmbedLayerNorm& a, int64_t begin, int64_t e
     const T* positions = static_cast<const T*>(a.positions) + a.position_ids[index] * a.columns;
     T *y = static_cast<T*>(a.y) + index * a.columns, *h = static_cast<T*>(a.h) + index * a.columns;
     Vec sums = broadcast(0.0f);
-    for_each_vec(a.columns, [&](int64_t i, auto part) {
-      const Vec v = part.load(words + i) + part.load(types + i) + part.load(positions + i);
+    for_each_pack(a.columns, [&](int64_t i, auto part) {
+      const auto v = part.load(words + i) + part.load(types + i) + part.load(positions + i);
       part.store(row + i, v);
       part.store(h + i, v);
-      sums = sums + v;
+      sums = sums + total(v);
     });
     const Statistics s = statistics_of(row, a.columns, sums, a.eps);
     if (drops) row_keep_bits(a.dropout.stream, index, a.columns, kept);
-    for_each_vec(a.columns, [&](int64_t i, auto part) {
-      Vec n = normalised(part.load(row + i), s) * part.load(a.weight + i);
+    for_each_pack(a.columns, [&](int64_t i, auto part) {
+      auto n = normalised(part.load(row + i), s) * part.load(a.weight + i);
       if (a.bias != nullptr) n = n + part.load(a.bias + i);
-      if (drops) n = zero_unless(mask_of_bits(kept, i), n) * broadcast(a.dropout.scale);
+      if (drops) n = dropped(a.dropout, kept, i, n);
       part.store(y + i, n);
     });
     a.mean[index] = s.mean;
@@ -190,14 +197,13 @@ void embed_layer_norm_bwd_rows(const EmbedLayerNormGrad& a, int64_t begin, int64
     const T* dy = static_cast<const T*>(a.dy) + offset;
     if (drops) row_keep_bits(a.dropout.stream, index, a.columns, kept);
     const auto load_dy = [&](int64_t i, auto part) {
-      const Vec d = part.load(dy + i);
-      if (!drops) return d;
-      return zero_unless(mask_of_bits(kept, i), d) * broadcast(a.dropout.scale);
+      const auto d = part.load(dy + i);
+      return drops ? dropped(a.dropout, kept, i, d) : d;
     };
     const Statistics s{a.mean[index], a.rstd[index]};
     const Statistics means = norm_bwd_row(static_cast<const T*>(a.h) + offset, s, a.weight,
                                           a.columns, load_dy, sums, row, scaled);
-    for_each_vec(a.columns, [&](int64_t i, auto part) {
+    for_each_pack(a.columns, [&](int64_t i, auto part) {
       part.store(a.dh + offset + i,
                  norm_gradient(part.load(row + i), part.load(scaled + i), means, s.rstd));
     });

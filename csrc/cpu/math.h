@@ -82,6 +82,9 @@ FASTBERT_INLINE Pack select(PackMask m, Pack a, Pack b) {
 
 #undef FASTBERT_EACH_VEC
 
+FASTBERT_INLINE Vec total(Vec v) { return v; }
+FASTBERT_INLINE Vec total(Pack p) { return (p.v[0] + p.v[1]) + (p.v[2] + p.v[3]); }
+
 template <typename V>
 FASTBERT_INLINE V constant(float x) {
   if constexpr (V::kLanes == Vec::kLanes) {

@@ -156,3 +156,14 @@ FASTBERT_INLINE void score_keep_bits(const DropoutStream& s, uint32_t sequence_h
 FASTBERT_INLINE void expand_bits(const uint32_t* bits, int64_t n, bool* kept) {
   for (int64_t i = 0; i < n; ++i) kept[i] = (bits[i / 32] >> (i % 32)) & 1u;
 }
+
+// The elements that bits from element i on keep, 0 for the others: selected, not multiplied by
+// zero, which would keep infinities.
+FASTBERT_INLINE Vec kept_only(const uint32_t* bits, int64_t i, Vec v) {
+  return zero_unless(mask_of_bits(bits, i), v);
+}
+FASTBERT_INLINE Pack kept_only(const uint32_t* bits, int64_t i, Pack p) {
+#pragma GCC unroll 4
+  for (int n = 0; n < Pack::kVecs; ++n) p.v[n] = kept_only(bits, i + n * Vec::kLanes, p.v[n]);
+  return p;
+}

@@ -33,8 +33,11 @@ FASTBERT_INLINE Vec load(const float16* p, int n) {
   return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes_below(n), p))};
 }
 
-// To nearest, ties to even, in the upper halves of the lanes; NaN stays NaN. Not the instruction
-// of AVX512_BF16, which flushes subnormal numbers.
+// To nearest, ties to even; NaN stays NaN.
+#if defined(FASTBERT_AVX512_BF16)
+// The instruction rounds subnormal numbers to 0, as every bf16 product reads them.
+FASTBERT_INLINE __m256i to_bf16(Vec x) { return (__m256i)_mm512_cvtneps_pbh(x.v); }
+#else
 FASTBERT_INLINE __m512i bf16_bits(Vec x) {
   const __m512i bits = _mm512_castps_si512(x.v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -45,6 +48,7 @@ FASTBERT_INLINE __m512i bf16_bits(Vec x) {
 FASTBERT_INLINE __m256i to_bf16(Vec x) {
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(bf16_bits(x), 16));
 }
+#endif
 
 FASTBERT_INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x.v); }
 FASTBERT_INLINE void store(float* p, Vec x, int n) {
