@@ -3,7 +3,8 @@
     python tests/teeth.py [NAME ...]
 
 Each fault is a replacement in one file and the tests that must fail for it. A fault whose text is
-no longer found is an error too: it has to follow the code.
+no longer found is an error too: it has to follow the code. Faults in C++ are compiled, a minute
+each.
 """
 
 import os
@@ -179,8 +180,66 @@ FAULTS = {
         "tl.join(pairs >> 16, pairs & 0xFFFF)",
         "tests/ops/test_philox.py",
     ),
+    "C++: keys outside the window seen": (
+        "csrc/cpu/attention_kernel.h",
+        "    e = seen_only(keys, c, e);\n",
+        "",
+        "tests/ops/test_attention.py",
+    ),
+    "C++: dropout of attention's gradient not scaled": (
+        "csrc/cpu/attention_kernel.h",
+        "d = kept_only(bits, c, d * constant<V>(a.dropout.scale));",
+        "d = kept_only(bits, c, d);",
+        "tests/ops/test_attention.py",
+    ),
+    "C++: bias of a product dropped": (
+        "csrc/cpu/gemm_kernel.h",
+        "    if (f.bias != nullptr) v = v + part.load(f.bias + column + i, 0);\n",
+        "",
+        "tests/ops/test_linear.py",
+    ),
+    "C++: piece of a long sum forgotten": (
+        "csrc/cpu/gemm.cpp",
+        "  kernels().add_to(piece, sums, kBlock * kBlock);\n",
+        "",
+        "tests/ops/test_linear.py",
+    ),
+    "C++: weight packed for other arithmetic used": (
+        "csrc/cpu/gemm.cpp",
+        "header.wanted == a && ",
+        "",
+        "tests/ops/test_linear.py",
+    ),
+    "C++: label left out of the gradient": (
+        "csrc/cpu/cross_entropy_kernel.h",
+        "row[place] += a.hit[first + r];",
+        "row[place] += 0.0f;",
+        "tests/ops/test_mlm_cross_entropy.py",
+    ),
+    "C++: one group of the vocabulary forgotten": (
+        "csrc/cpu/mlm_cross_entropy.cpp",
+        "for (int64_t group = 1; group < groups; ++group)",
+        "for (int64_t group = 2; group < groups; ++group)",
+        "tests/ops/test_mlm_cross_entropy.py",
+    ),
+    "C++: one part of a column sum forgotten": (
+        "csrc/cpu/parallel.h",
+        "for (int64_t part = 1; part < parts; ++part)",
+        "for (int64_t part = 2; part < parts; ++part)",
+        "tests/ops/test_bias_gelu.py",
+    ),
 }
-COPIED = ("fastbert", "kernels", "csrc", "tests", "benchmarks", "examples", "pyproject.toml")
+COPIED = (
+    "fastbert",
+    "kernels",
+    "csrc",
+    "tests",
+    "benchmarks",
+    "examples",
+    "setup.py",
+    "pyproject.toml",
+    "README.md",
+)
 
 
 def copy_source(folder: Path) -> None:
@@ -204,6 +263,13 @@ def run_tests(folder: Path, *tests: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
+def build(folder: Path) -> None:
+    """Compiles what has changed in the copy."""
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    environment = {**os.environ, "FASTBERT_BUILD": "cpu"}
+    subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True)
+
+
 def bite(folder: Path, name: str) -> str | None:
     """Injects the fault and returns what is wrong with the suite, None if it noticed."""
     file, right, wrong, tests = FAULTS[name]
@@ -212,8 +278,12 @@ def bite(folder: Path, name: str) -> str | None:
     if source.count(right) != 1:
         return f"the text of this fault stands {source.count(right)} times in {file}"
     path.write_text(source.replace(right, wrong))
+    if file.startswith("csrc"):
+        build(folder)
     run = run_tests(folder, tests)
     path.write_text(source)
+    if file.startswith("csrc"):
+        build(folder)
     if run.returncode == 0:
         return f"{tests} passed"
     if "failed" not in run.stdout:
