@@ -45,7 +45,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_fwd_cp
   const AddLayerNorm a{
       dtype_of(x, kOp),
       added.defined() ? dtype_of(added, kOp) : dtype_of(x, kOp),
-      dtype_of(y, kOp),
       columns,
       static_cast<float>(eps),
       dropout,
@@ -84,7 +83,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer
   const at::Tensor means = mean.contiguous(), rstds = rstd.contiguous();
   const AddLayerNormGrad a{
       dtype_of(sum, kOp),
-      dtype_of(gradient, kOp),
       same ? dtype_of(sum, kOp) : dtype_of(dx, kOp),
       columns,
       dropout,

@@ -183,14 +183,10 @@ FASTBERT_INLINE void gelu_of_block(Dtype dtype, float (*tile)[kBlock]) {
 // GELU of the stored pre-activation, rounded to its dtype as forward rounded it.
 FASTBERT_INLINE void activate_block(const Source& s, float (*tile)[kBlock]) {
   s.gelu == Gelu::kErf ? gelu_of_block<true>(s.dtype, tile) : gelu_of_block<false>(s.dtype, tile);
-#if defined(FASTBERT_AVX512)
   if (s.dtype == Dtype::kFloat) return;
-  bfloat16 rounded[kBlock * kBlock];
-  if (s.dtype == Dtype::kBFloat16) {
-    convert(Dtype::kFloat, tile[0], s.dtype, rounded, kBlock * kBlock);
-    convert(s.dtype, rounded, Dtype::kFloat, tile[0], kBlock * kBlock);
-  }
-#endif
+  uint16_t rounded[kBlock * kBlock];
+  convert(Dtype::kFloat, tile[0], s.dtype, rounded, kBlock * kBlock);
+  convert(s.dtype, rounded, Dtype::kFloat, tile[0], kBlock * kBlock);
 }
 
 void pack_block(const Source& s, Arithmetic arithmetic, Layout layout, int64_t row, int64_t column,

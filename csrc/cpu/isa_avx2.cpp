@@ -7,7 +7,6 @@
 
 #pragma GCC target("avx2,fma,f16c")
 #define ISA avx2
-#define ISA_NAME "avx2"
 namespace fastbert {
 namespace ISA {
 #include "cpu/vec_avx2.h"

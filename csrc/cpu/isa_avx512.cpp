@@ -8,7 +8,6 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #define FASTBERT_AVX512 1
 #define ISA avx512
-#define ISA_NAME "avx512"
 namespace fastbert {
 namespace ISA {
 #include "cpu/vec_avx512.h"

@@ -9,7 +9,6 @@
 #define FASTBERT_AVX512 1
 #define FASTBERT_AVX512_BF16 1
 #define ISA avx512_bf16
-#define ISA_NAME "avx512_bf16"
 namespace fastbert {
 namespace ISA {
 #include "cpu/vec_avx512.h"

@@ -7,7 +7,6 @@
 #include "cpu/kernels.h"
 
 #define ISA portable
-#define ISA_NAME "portable"
 namespace fastbert {
 namespace ISA {
 #include "cpu/vec_portable.h"

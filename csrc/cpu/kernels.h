@@ -42,7 +42,7 @@ struct BiasGelu {
 
 // h = residual + dropout(x + linear_bias); y = (h - mean) rstd weight + bias.
 struct AddLayerNorm {
-  Dtype x_dtype, residual_dtype, out_dtype;  // out_dtype is the wider of the other two
+  Dtype x_dtype, residual_dtype;  // y and h are of the wider one
   int64_t columns;
   float eps;
   RowDropout dropout;
@@ -63,7 +63,7 @@ struct ColumnSums {
 };
 
 struct AddLayerNormGrad {
-  Dtype h_dtype, dy_dtype, x_dtype;
+  Dtype h_dtype, x_dtype;  // dy is of h_dtype
   int64_t columns;
   RowDropout dropout;
   const void* dy;       // (rows, columns)
@@ -210,8 +210,6 @@ struct CrossEntropyGrad {
 };
 
 struct Kernels {
-  const char* name;
-
   // y[i] = f(x[i]), for the tests of their bounds.
   void (*exp)(const float* x, int64_t n, float* y);
   void (*erf)(const float* x, int64_t n, float* y);

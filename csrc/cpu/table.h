@@ -22,11 +22,6 @@ constexpr bool is_bfloat16 = false;
 template <>
 constexpr bool is_bfloat16<bfloat16> = true;
 
-template <bool kValue>
-struct Constant {
-  static constexpr bool value = kValue;
-};
-
 // Each of these needs those before it.
 // clang-format off
 #include "cpu/math.h"
@@ -77,7 +72,6 @@ void expand_bits_of(const uint32_t* bits, int64_t n, bool* kept) { expand_bits(b
 
 extern const Kernels kTable;
 const Kernels kTable = {
-    ISA_NAME,
     exp_array,
     erf_array,
     convert,
