@@ -206,8 +206,8 @@ FAULTS = {
     ),
     "C++: weight packed for other arithmetic used": (
         "csrc/cpu/gemm.cpp",
-        "header.wanted == a && ",
-        "",
+        "header.wanted == a &&",
+        "true &&",
         "tests/ops/test_linear.py",
     ),
     "C++: label left out of the gradient": (

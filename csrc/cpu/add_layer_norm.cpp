@@ -17,8 +17,6 @@ at::Tensor residual_for(const at::Tensor& x, const std::optional<at::Tensor>& re
   return (same ? *residual : residual->to(at::kFloat)).contiguous();
 }
 
-int64_t row_grain(int64_t columns) { return kGrain / std::max<int64_t>(1, columns); }
-
 }  // namespace
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_fwd_cpu(
@@ -58,8 +56,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_fwd_cp
       mean.mutable_data_ptr<float>(),
       rstd.mutable_data_ptr<float>(),
   };
-  for_each_range(rows, row_grain(columns),
-                 [&](int64_t begin, int64_t end) { kernels().add_layer_norm_fwd(a, begin, end); });
+  for_each_row_range(rows, columns, [&](int64_t begin, int64_t end) {
+    kernels().add_layer_norm_fwd(a, begin, end);
+  });
   return {y.to(out_dtype), h, mean, rstd};
 }
 

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <limits>
 #include <vector>
 
@@ -100,15 +99,15 @@ void run_tasks(const Attention& a, const std::vector<AttentionTask>& tasks, bool
     work += (t.last_block - t.first_block) * kBlock * t.num_k * a.head_dim;
   }
   const Kernel kernel = backward ? kernels().attention_bwd : kernels().attention_fwd;
-  const int64_t threads =
-      std::min({static_cast<int64_t>(at::get_num_threads()), ceil_div(work, kTaskGrain),
-                static_cast<int64_t>(tasks.size())});
-  std::atomic<size_t> next{0};
-  for_each_range(threads, 1, [&](int64_t, int64_t) {
-    const Tiles tiles(a.arithmetic);
-    const Workspace scratch(bytes);
-    for (size_t i = next++; i < tasks.size(); i = next++) kernel(a, tasks[i], scratch.as<char>());
-  });
+  struct Kept {
+    Tiles tiles;
+    Workspace scratch;
+  };
+  in_turn(
+      std::min<int64_t>(at::get_num_threads(), ceil_div(work, kTaskGrain)),
+      static_cast<int64_t>(tasks.size()),
+      [&] { return Kept{Tiles(a.arithmetic), Workspace(bytes)}; },
+      [&](const Kept& kept, int64_t i) { kernel(a, tasks[i], kept.scratch.as<char>()); });
 }
 
 // Rows that no task writes: behind the last sequence, and those of sequences without keys.

@@ -35,8 +35,8 @@ at::Tensor bias_gelu_fwd_cpu(const at::Tensor& x, const std::optional<at::Tensor
              nullptr,
              y.mutable_data_ptr()};
   const int64_t rows = x.numel() / columns, tail = x.numel() % columns;
-  for_each_range(rows, kGrain / columns,
-                 [&](int64_t begin, int64_t end) { kernels().bias_gelu_fwd(a, begin, end); });
+  for_each_row_range(rows, columns,
+                     [&](int64_t begin, int64_t end) { kernels().bias_gelu_fwd(a, begin, end); });
   if (tail > 0) {
     const int64_t done = rows * columns * x.element_size();
     a.columns = tail;
@@ -67,7 +67,7 @@ std::tuple<at::Tensor, at::Tensor> bias_gelu_bwd_cpu(const at::Tensor& dy, const
                    gradient.const_data_ptr(),
                    dx.mutable_data_ptr()};
   if (!bias.has_value()) {
-    for_each_range(rows, kGrain / std::max<int64_t>(1, columns), [&](int64_t begin, int64_t end) {
+    for_each_row_range(rows, columns, [&](int64_t begin, int64_t end) {
       kernels().bias_gelu_bwd(a, begin, end, nullptr);
     });
     return {dx, at::empty({0}, x.options())};

@@ -60,7 +60,7 @@ at::Tensor table_gradient(const float* dh, const at::Tensor& ids, const at::Tens
   sort_by_row(id, count, rows, starts, order);
   char* out = static_cast<char*>(gradient.mutable_data_ptr());
   const int64_t bytes = columns * table.element_size();
-  for_each_range(rows, kGrain / std::max<int64_t>(1, columns), [&](int64_t begin, int64_t end) {
+  for_each_row_range(rows, columns, [&](int64_t begin, int64_t end) {
     std::vector<float> total(columns);
     for (int64_t row = begin; row < end; ++row) {
       const int64_t first = starts[row], last = starts[row + 1];
@@ -121,7 +121,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> embed_layer_norm_fwd_
       mean.mutable_data_ptr<float>(),
       rstd.mutable_data_ptr<float>(),
   };
-  for_each_range(rows, kGrain / std::max<int64_t>(1, columns), [&](int64_t begin, int64_t end) {
+  for_each_row_range(rows, columns, [&](int64_t begin, int64_t end) {
     kernels().embed_layer_norm_fwd(a, begin, end);
   });
   return {y.to(out_dtype), h, mean, rstd};

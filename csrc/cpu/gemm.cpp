@@ -77,7 +77,7 @@ Arithmetic arithmetic_of_source(const Source& s, Arithmetic wanted) {
   if (s.dtype != Dtype::kFloat) return wanted;
   const Workspace flags(s.rows);
   uint8_t* ordinary = flags.as<uint8_t>();
-  for_each_range(s.rows, kGrain / std::max<int64_t>(1, s.columns), [&](int64_t begin, int64_t end) {
+  for_each_row_range(s.rows, s.columns, [&](int64_t begin, int64_t end) {
     kernels().ordinary_rows(s, begin, end, ordinary + begin);
   });
   const bool all = std::all_of(ordinary, ordinary + s.rows, [](uint8_t o) { return o != 0; });
@@ -196,8 +196,9 @@ Source source_of(const at::Tensor& matrix, const char* op) {
           matrix.size(0) <= 1 ? matrix.size(1) : matrix.stride(0)};
 }
 
-PackedRight::PackedRight(std::vector<Source> sources, bool transposed, Arithmetic arithmetic)
-    : sources_(std::move(sources)),
+PackedRight::PackedRight(Stack stack, bool transposed, Arithmetic arithmetic)
+    : held_(std::move(stack.held)),
+      sources_(std::move(stack.sources)),
       transposed_(transposed),
       depth_(transposed ? sources_[0].columns : total_rows(sources_)),
       columns_(transposed ? total_rows(sources_) : sources_[0].columns),
@@ -211,8 +212,9 @@ PackedRight::PackedRight(std::vector<Source> sources, bool transposed, Arithmeti
   pack(bytes + kHeaderBytes);
 }
 
-PackedRight::PackedRight(std::vector<Source> sources, bool transposed, const at::Tensor& packed)
-    : sources_(std::move(sources)),
+PackedRight::PackedRight(Stack stack, bool transposed, const at::Tensor& packed)
+    : held_(std::move(stack.held)),
+      sources_(std::move(stack.sources)),
       transposed_(transposed),
       depth_(transposed ? sources_[0].columns : total_rows(sources_)),
       columns_(transposed ? total_rows(sources_) : sources_[0].columns),
@@ -308,20 +310,20 @@ at::Tensor with_contiguous_rows(const at::Tensor& matrix) {
 
 namespace {
 
-// Matrices under one another. Blocks may not straddle two of them: odd heights are joined first.
-std::vector<Source> stack(at::TensorList matrices, std::vector<at::Tensor>& held, const char* op) {
+// Blocks may not straddle two matrices: odd heights are joined first.
+Stack stack_of(at::TensorList matrices, const char* op) {
   bool whole_blocks = true;
   for (size_t i = 0; i + 1 < matrices.size(); ++i) {
     whole_blocks = whole_blocks && matrices[i].size(0) % kBlock == 0;
   }
+  Stack stack;
   if (whole_blocks) {
-    for (const at::Tensor& m : matrices) held.push_back(with_contiguous_rows(m));
+    for (const at::Tensor& m : matrices) stack.held.push_back(with_contiguous_rows(m));
   } else {
-    held.push_back(at::cat(matrices));
+    stack.held.push_back(at::cat(matrices));
   }
-  std::vector<Source> sources;
-  for (const at::Tensor& m : held) sources.push_back(source_of(m, op));
-  return sources;
+  for (const at::Tensor& m : stack.held) stack.sources.push_back(source_of(m, op));
+  return stack;
 }
 
 }  // namespace
@@ -329,22 +331,20 @@ std::vector<Source> stack(at::TensorList matrices, std::vector<at::Tensor>& held
 PackedRight packed_weights(at::TensorList weights, at::ScalarType dtype,
                            const std::optional<at::Tensor>& packed, const char* op) {
   const Arithmetic a = arithmetic_for(dtype);
-  std::vector<at::Tensor> held;
-  std::vector<Source> sources = stack(weights, held, op);
+  Stack stack = stack_of(weights, op);
   if (packed.has_value()) {
     const Header header = header_of(*packed);
-    if (header.magic == kMagic && header.wanted == a && header.depth == sources[0].columns &&
-        header.columns == total_rows(sources)) {
-      return PackedRight(std::move(sources), true, *packed);
+    if (header.magic == kMagic && header.wanted == a && header.depth == stack.sources[0].columns &&
+        header.columns == total_rows(stack.sources)) {
+      return PackedRight(std::move(stack), true, *packed);
     }
   }
-  return PackedRight(std::move(sources), true, a);
+  return PackedRight(std::move(stack), true, a);
 }
 
 void input_gradient(const Source& dy, at::TensorList weights, at::ScalarType dtype,
                     const Finish& finish, const char* op) {
-  std::vector<at::Tensor> held;
-  multiply(dy, false, PackedRight(stack(weights, held, op), false, arithmetic_for(dtype)), finish);
+  multiply(dy, false, PackedRight(stack_of(weights, op), false, arithmetic_for(dtype)), finish);
 }
 
 at::Tensor input_gradient(const Source& dy, const at::Tensor& x, at::TensorList weights,
@@ -363,7 +363,7 @@ at::Tensor weight_gradient(const Source& dy, const at::Tensor& x, Gelu gelu,
   at::Tensor dweight = empty_from_pool(weight.sizes(), weight.options());
   // A transposed left operand has no rows of its own to be served one by one.
   const Arithmetic a = ordinary_arithmetic({dy}, arithmetic_for(x.scalar_type()));
-  multiply(dy, true, PackedRight({right}, false, a),
+  multiply(dy, true, PackedRight({{input}, {right}}, false, a),
            {dtype_of(dweight, op), dweight.mutable_data_ptr(), dweight.size(1)});
   return dweight;
 }

@@ -38,14 +38,20 @@ class Tiles {
 // A row-major matrix of a tensor with contiguous rows.
 Source source_of(const at::Tensor& matrix, const char* op);
 
+// Matrices under one another, and the tensors that hold their memory.
+struct Stack {
+  std::vector<at::Tensor> held;
+  std::vector<Source> sources;
+};
+
 // A right operand (k by columns) packed for products: [column / 32][k / 32] blocks. It is made of
 // one matrix, or of several under one another whose heights are multiples of 32; transposed, those
 // are (columns, k), as the weights of linear layers are.
 class PackedRight {
  public:
-  PackedRight(std::vector<Source> sources, bool transposed, Arithmetic arithmetic);
+  PackedRight(Stack stack, bool transposed, Arithmetic arithmetic);
   // One packed before, by `to_tensor`.
-  PackedRight(std::vector<Source> sources, bool transposed, const at::Tensor& packed);
+  PackedRight(Stack stack, bool transposed, const at::Tensor& packed);
 
   // The blocks with a header that says what they are.
   at::Tensor to_tensor() const { return blocks_; }
@@ -60,6 +66,7 @@ class PackedRight {
  private:
   void pack(char* blocks) const;
 
+  std::vector<at::Tensor> held_;
   std::vector<Source> sources_;
   bool transposed_;
   int64_t depth_, columns_;

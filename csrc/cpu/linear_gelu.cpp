@@ -58,9 +58,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_gelu_bwd_cpu(
                        nullptr,
                        gradient.const_data_ptr(),
                        dpreact.mutable_data_ptr()};
-  for_each_range(
-      u.size(0), kGrain / std::max<int64_t>(1, u.size(1)),
-      [&](int64_t begin, int64_t end) { kernels().bias_gelu_bwd(slope, begin, end, nullptr); });
+  for_each_row_range(u.size(0), u.size(1), [&](int64_t begin, int64_t end) {
+    kernels().bias_gelu_bwd(slope, begin, end, nullptr);
+  });
   const Source source = source_of(dpreact, kOp);
   return {need_dx ? input_gradient(source, x, weight, kOp) : at::empty({0}, x.options()),
           need_dweight ? weight_gradient(source, x, Gelu::kNone, weight, kOp)

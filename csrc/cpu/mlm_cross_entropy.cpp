@@ -4,9 +4,8 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <memory>
+#include <limits>
 #include <vector>
 
 #include "cpu/gemm.h"
@@ -73,18 +72,6 @@ struct Problem {
   }
 };
 
-// body(i) for [0, count) by the threads in turn; `once` makes what a thread keeps.
-template <typename Make, typename Body>
-void in_turn(const Problem& p, int64_t count, const Make& make, const Body& body) {
-  std::atomic<int64_t> next{0};
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), count);
-  for_each_range(threads, 1, [&](int64_t, int64_t) {
-    const Tiles tiles(p.arithmetic);
-    auto kept = make();
-    for (int64_t i = next++; i < count; i = next++) body(kept, i);
-  });
-}
-
 // Labels as the kernels want them: -1 where a row does not count.
 std::vector<int64_t> counted_labels(const at::Tensor& labels, int64_t ignore_index,
                                     int64_t vocabulary) {
@@ -100,14 +87,21 @@ std::vector<int64_t> counted_labels(const at::Tensor& labels, int64_t ignore_ind
   return counted;
 }
 
+// A strip's exponentials beside another peak. One whose logits are all -inf, as a bias masks words
+// that do not exist, has none: beside its own peak they are NaN.
+float beside(const LogitSums& strip, float peak) {
+  constexpr float kNothing = -std::numeric_limits<float>::infinity();
+  const bool masked = strip.peak == kNothing && strip.all == kNothing;
+  return masked && peak != kNothing ? 0.0f : strip.exponentials * std::exp(strip.peak - peak);
+}
+
 // One row's sums over the whole vocabulary, strip after strip.
 LogitSums joined(const LogitSums* strips, int64_t count, int64_t step) {
   LogitSums all = strips[0];
   for (int64_t i = 1; i < count; ++i) {
     const LogitSums& next = strips[i * step];
     const float peak = std::max(all.peak, next.peak);
-    all.exponentials = all.exponentials * std::exp(all.peak - peak) +
-                       next.exponentials * std::exp(next.peak - peak);
+    all.exponentials = beside(all, peak) + beside(next, peak);
     all.peak = peak;
     all.all += next.all;
     all.label += next.label;
@@ -130,22 +124,23 @@ std::tuple<at::Tensor, at::Tensor> mlm_cross_entropy_fwd_cpu(
   const Workspace all(p.strips() * p.rows * sizeof(LogitSums));
   LogitSums* sums = all.as<LogitSums>();
   struct Kept {
+    Tiles tiles;
     Workspace right, logits;
   };
   in_turn(
-      p, p.strips(),
+      at::get_num_threads(), p.strips(),
       [&] {
-        return std::make_unique<Kept>(Workspace(kStripBlocks * p.deep * p.bytes),
-                                      Workspace(kBlock * kStrip * sizeof(float)));
+        return Kept{Tiles(p.arithmetic), Workspace(kStripBlocks * p.deep * p.bytes),
+                    Workspace(kBlock * kStrip * sizeof(float))};
       },
-      [&](const auto& kept, int64_t strip) {
+      [&](const Kept& kept, int64_t strip) {
         const int64_t columns = p.columns_of(strip);
         p.pack(p.weight, Layout::kBTransposed, strip * kStrip, columns, false,
-               kept->right.template as<char>());
-        float* logits = kept->logits.template as<float>();
+               kept.right.as<char>());
+        float* logits = kept.logits.as<float>();
         for (int64_t block = 0; block < p.row_blocks; ++block) {
           const int64_t row = block * kBlock;
-          p.logits(kept->right.template as<char>(), columns, block, logits);
+          p.logits(kept.right.as<char>(), columns, block, logits);
           kernels().sum_logits(a, row, std::min(kBlock, p.rows - row), strip * kStrip, columns,
                                logits, kStrip, sums + strip * p.rows + row);
         }
@@ -207,14 +202,17 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> mlm_cross_entropy_bwd_cpu(
   float* dbias_data = bias.has_value() ? dbias.mutable_data_ptr<float>() : nullptr;
 
   struct Kept {
+    Tiles tiles;
     Workspace right, columns, logits, gradient_rows, gradient_columns;
   };
   const auto make = [&] {
     const int64_t strip_bytes = kStripBlocks * p.bytes;
-    return std::make_unique<Kept>(Workspace(strip_bytes * p.deep), Workspace(strip_bytes * p.deep),
-                                  Workspace(p.row_blocks * kBlock * kStrip * sizeof(float)),
-                                  Workspace(strip_bytes * p.row_blocks),
-                                  Workspace(strip_bytes * p.row_blocks));
+    return Kept{Tiles(p.arithmetic),
+                Workspace(strip_bytes * p.deep),
+                Workspace(strip_bytes * p.deep),
+                Workspace(p.row_blocks * kBlock * kStrip * sizeof(float)),
+                Workspace(strip_bytes * p.row_blocks),
+                Workspace(strip_bytes * p.row_blocks)};
   };
   const auto strip_gradients = [&](const Kept& kept, int64_t strip, float* partial, bool first) {
     const int64_t columns = p.columns_of(strip), begin = strip * kStrip;
@@ -254,12 +252,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> mlm_cross_entropy_bwd_cpu(
                  partial + i * tile, kBlock, !first);
     }
   };
-  in_turn(p, groups, make, [&](const auto& kept, int64_t group) {
+  in_turn(at::get_num_threads(), groups, make, [&](const Kept& kept, int64_t group) {
     const int64_t begin = group * strips_per_group;
     const int64_t end = std::min(p.strips(), begin + strips_per_group);
     float* partial = partials.as<float>() + (need_dhidden ? group * tiles * tile : 0);
     for (int64_t strip = begin; strip < end; ++strip) {
-      strip_gradients(*kept, strip, partial, strip == begin);
+      strip_gradients(kept, strip, partial, strip == begin);
     }
   });
   if (need_dhidden) {

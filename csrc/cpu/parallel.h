@@ -6,6 +6,7 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 
 #include "cpu/kernels.h"
@@ -20,6 +21,23 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 template <typename Body>
 void for_each_range(int64_t size, int64_t grain, const Body& body) {
   at::parallel_for(0, size, std::max<int64_t>(1, grain), body);
+}
+
+// The same over rows of `columns` elements, about kGrain of them at least per thread.
+template <typename Body>
+void for_each_row_range(int64_t rows, int64_t columns, const Body& body) {
+  for_each_range(rows, kGrain / std::max<int64_t>(1, columns), body);
+}
+
+// body(kept, i) for [0, count), taken one after the other by up to `threads` threads; make() gives
+// what a thread keeps. For work of unequal size whose results do not depend on the order.
+template <typename Make, typename Body>
+void in_turn(int64_t threads, int64_t count, const Make& make, const Body& body) {
+  std::atomic<int64_t> next{0};
+  for_each_range(std::min(threads, count), 1, [&](int64_t, int64_t) {
+    const auto kept = make();
+    for (int64_t i = next++; i < count; i = next++) body(kept, i);
+  });
 }
 
 // Column sums of a (rows, columns) computation, in fp32: body(begin, end, sums) adds the rows

@@ -36,10 +36,6 @@ inline const float* data_or_null(const at::Tensor& t) {
   return t.defined() ? t.const_data_ptr<float>() : nullptr;
 }
 
-inline float* mutable_data_or_null(const at::Tensor& t) {
-  return t.defined() ? t.mutable_data_ptr<float>() : nullptr;
-}
-
 // The threshold and the scale of docs/dropout.md.
 inline uint32_t dropout_threshold(double p) {
   return static_cast<uint32_t>(std::floor(p * 65536.0 + 0.5));

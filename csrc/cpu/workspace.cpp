@@ -79,9 +79,7 @@ Workspace::Workspace(int64_t bytes) {
   }
 }
 
-Workspace::~Workspace() {
-  if (data_ != nullptr) give_back({data_, size_});
-}
+Workspace::~Workspace() { give_back({data_, size_}); }
 
 at::Tensor empty_from_pool(at::IntArrayRef sizes, const at::TensorOptions& options) {
   const int64_t bytes =

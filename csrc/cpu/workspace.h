@@ -6,7 +6,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <utility>
 
 namespace fastbert {
 
@@ -16,8 +15,6 @@ class Workspace {
  public:
   explicit Workspace(int64_t bytes);
   ~Workspace();
-  Workspace(Workspace&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)), size_(other.size_) {}
   Workspace(const Workspace&) = delete;
   Workspace& operator=(const Workspace&) = delete;
 

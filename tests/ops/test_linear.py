@@ -139,6 +139,17 @@ def test_linear_extreme_values(backend, place, value):
         assert rows.max() < 1e-3, name
 
 
+@pytest.mark.parametrize("sizes", [(32,), (7, 33)], ids=["strided", "stacked"])
+def test_linear_extreme_rows_of_copied_weights(backend, sizes):
+    """Rows that need plain fp32 read weights that had to be copied first."""
+    x = torch.randn(40, 70)
+    x[5, 3] = torch.inf
+    weights = [torch.randn(70, size).t() for size in sizes]
+    y = linear_fwd(x, weights, [], None)
+    expected = x.double() @ torch.cat(weights).double().t()
+    torch.testing.assert_close(y, expected.float(), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("depth", [768, 3072])
 def test_linear_precision_setting(depth):
     """Six products at "highest", three at "high": as exact as plain fp32, and 2^-16."""

@@ -108,6 +108,20 @@ def test_mlm_cross_entropy_extreme_values(backend):
     assert not loss[labels == -100].any()
 
 
+def test_mlm_cross_entropy_masked_words(backend):
+    """Words a bias of -inf masks have no part in the loss, however many lie side by side."""
+    arguments = inputs(9, 16, 900)
+    arguments["labels"] %= 250
+    arguments["bias"][250:800] = -torch.inf
+    arguments["bias"][850:] = -torch.inf
+    leaves = {k: v.requires_grad_() for k, v in arguments.items() if k != "labels"}
+    loss = mlm_cross_entropy(**leaves, labels=arguments["labels"])
+    expected = plain(**leaves, labels=arguments["labels"])
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    loss.sum().backward()
+    assert all(leaf.grad.isfinite().all() for leaf in leaves.values())
+
+
 def test_mlm_cross_entropy_autocast(backend):
     arguments = inputs(9, 16, 50)
     leaves = {k: v.requires_grad_() for k, v in arguments.items() if k != "labels"}
