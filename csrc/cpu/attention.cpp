@@ -95,7 +95,7 @@ void run_tasks(const Attention& a, const std::vector<AttentionTask>& tasks, bool
   if (tasks.empty()) return;
   int64_t bytes = 0, work = 0;
   for (const AttentionTask& t : tasks) {
-    bytes = std::max(bytes, kernels().attention_scratch(a, t.num_q, t.num_k, backward));
+    bytes = std::max(bytes, kernels().attention_scratch(a, t.num_k, backward));
     work += (t.last_block - t.first_block) * kBlock * t.num_k * a.head_dim;
   }
   const Kernel kernel = backward ? kernels().attention_bwd : kernels().attention_fwd;

@@ -9,8 +9,6 @@
 // Queries whose products with the scores' gradients are summed in one go.
 constexpr int64_t kQueryBlocks = 4;
 
-FASTBERT_INLINE int64_t blocks_of(int64_t n) { return (n + kBlock - 1) / kBlock; }
-
 // Takes pieces of a buffer one after the other; counts only where there is none.
 struct Scratch {
   char* base;
@@ -445,7 +443,7 @@ void attention_bwd_task(const Attention& a, const AttentionTask& t, char* memory
   write_transposed(a, t, a.dv, s.dv, padded);
 }
 
-int64_t attention_scratch(const Attention& a, int64_t num_q, int64_t num_k, bool backward) {
+int64_t attention_scratch(const Attention& a, int64_t num_k, bool backward) {
   Scratch pieces{nullptr};
   if (backward) {
     BackwardScratch(pieces, a, num_k);

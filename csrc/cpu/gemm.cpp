@@ -69,11 +69,9 @@ bool splits_fp32() {
   return on;
 }
 
-int64_t blocks_of(int64_t n) { return ceil_div(n, kBlock); }
-
 // Fp32 in splits only where every weight is ordinary.
 Arithmetic arithmetic_of_source(const Source& s, Arithmetic wanted) {
-  if (wanted != Arithmetic::kSplit2 && wanted != Arithmetic::kSplit3) return wanted;
+  if (parts_of(wanted) == 1) return wanted;
   if (s.dtype != Dtype::kFloat) return wanted;
   const Workspace flags(s.rows);
   uint8_t* ordinary = flags.as<uint8_t>();

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "common/philox.h"
+#include "cpu/inline.h"
 
 namespace fastbert {
 
@@ -118,13 +119,15 @@ struct EmbedLayerNormGrad {
 
 constexpr int64_t kBlock = 32;
 
+FASTBERT_INLINE constexpr int64_t blocks_of(int64_t n) { return (n + kBlock - 1) / kBlock; }
+
 enum class Arithmetic { kFloat, kBFloat16, kSplit2, kSplit3 };
 
-constexpr int parts_of(Arithmetic a) {
+FASTBERT_INLINE constexpr int parts_of(Arithmetic a) {
   return a == Arithmetic::kSplit3 ? 3 : a == Arithmetic::kSplit2 ? 2 : 1;
 }
 
-constexpr int64_t bytes_per_block(Arithmetic a) {
+FASTBERT_INLINE constexpr int64_t bytes_per_block(Arithmetic a) {
   return kBlock * kBlock * (a == Arithmetic::kFloat ? 4 : 2 * parts_of(a));
 }
 
@@ -251,13 +254,13 @@ struct Kernels {
   void (*logit_gradients)(const CrossEntropyGrad&, int64_t row, int64_t rows, int64_t column,
                           int64_t columns, float* logits, int64_t ld, float* dbias);
 
-  // Bytes of scratch for sequences up to these lengths, and what uses them.
-  int64_t (*attention_scratch)(const Attention&, int64_t num_q, int64_t num_k, bool backward);
+  // Bytes of scratch for sequences of up to num_k keys, and what uses them.
+  int64_t (*attention_scratch)(const Attention&, int64_t num_k, bool backward);
   void (*attention_fwd)(const Attention&, const AttentionTask&, char* scratch);
   void (*attention_bwd)(const Attention&, const AttentionTask&, char* scratch);
 };
 
-// The table in force: the best this machine runs, or the one chosen by `use_isa`.
+// The table in force: the best this machine runs, or the one chosen by the op `cpu_isa`.
 const Kernels& kernels();
 
 }  // namespace fastbert

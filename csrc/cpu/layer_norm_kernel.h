@@ -51,7 +51,8 @@ FASTBERT_INLINE Vec add_row(const AddLayerNorm& a, int64_t index, const uint32_t
   return sums;
 }
 
-template <typename TX, typename TR, typename TY>
+// TR, the wider type where they differ, is that of the sum and of y.
+template <typename TX, typename TR>
 void add_layer_norm_fwd_rows(const AddLayerNorm& a, int64_t begin, int64_t end) {
   float row[kMaxColumns];
   uint32_t kept[kMaxColumns / 32 + 1];
@@ -61,8 +62,8 @@ void add_layer_norm_fwd_rows(const AddLayerNorm& a, int64_t begin, int64_t end) 
     }
     const Vec sums = add_row<TX, TR>(a, index, kept, row);
     const Statistics s = statistics_of(row, a.columns, sums, a.eps);
-    TY* y = static_cast<TY*>(a.y) + index * a.columns;
-    TY* h = a.h == nullptr ? nullptr : static_cast<TY*>(a.h) + index * a.columns;
+    TR* y = static_cast<TR*>(a.y) + index * a.columns;
+    TR* h = a.h == nullptr ? nullptr : static_cast<TR*>(a.h) + index * a.columns;
     for_each_pack(a.columns, [&](int64_t i, auto part) {
       const auto v = part.load(row + i);
       if (h != nullptr) part.store(h + i, v);
@@ -78,8 +79,8 @@ void add_layer_norm_fwd_rows(const AddLayerNorm& a, int64_t begin, int64_t end) 
 void add_layer_norm_fwd(const AddLayerNorm& a, int64_t begin, int64_t end) {
   with_dtype(a.x_dtype, [&](auto x_zero) {
     using TX = decltype(x_zero);
-    if (a.residual_dtype == a.x_dtype) return add_layer_norm_fwd_rows<TX, TX, TX>(a, begin, end);
-    add_layer_norm_fwd_rows<TX, float, float>(a, begin, end);
+    if (a.residual_dtype == a.x_dtype) return add_layer_norm_fwd_rows<TX, TX>(a, begin, end);
+    add_layer_norm_fwd_rows<TX, float>(a, begin, end);
   });
 }
 
@@ -112,7 +113,7 @@ FASTBERT_INLINE V norm_gradient(V n, V dn, Statistics means, float rstd) {
   return fnma(n, constant<V>(means.rstd), centred) * constant<V>(rstd);
 }
 
-template <typename TH, typename TDY, typename TX>
+template <typename TH, typename TX>
 void add_layer_norm_bwd_rows(const AddLayerNormGrad& a, int64_t begin, int64_t end,
                              const ColumnSums& sums) {
   float row[kMaxColumns], scaled[kMaxColumns];
@@ -120,7 +121,7 @@ void add_layer_norm_bwd_rows(const AddLayerNormGrad& a, int64_t begin, int64_t e
   const bool drops = a.dropout.stream.threshold > 0;
   for (int64_t index = begin; index < end; ++index) {
     const int64_t offset = index * a.columns;
-    const TDY* dy = static_cast<const TDY*>(a.dy) + offset;
+    const TH* dy = static_cast<const TH*>(a.dy) + offset;
     const TH* dh = a.dh == nullptr ? nullptr : static_cast<const TH*>(a.dh) + offset;
     TX* dx = a.dx == nullptr ? nullptr : static_cast<TX*>(a.dx) + offset;
     TH* dresidual = static_cast<TH*>(a.dresidual) + offset;
@@ -146,8 +147,8 @@ void add_layer_norm_bwd(const AddLayerNormGrad& a, int64_t begin, int64_t end,
                         const ColumnSums& sums) {
   with_dtype(a.x_dtype, [&](auto x_zero) {
     using TX = decltype(x_zero);
-    if (a.h_dtype == a.x_dtype) return add_layer_norm_bwd_rows<TX, TX, TX>(a, begin, end, sums);
-    add_layer_norm_bwd_rows<float, float, TX>(a, begin, end, sums);
+    if (a.h_dtype == a.x_dtype) return add_layer_norm_bwd_rows<TX, TX>(a, begin, end, sums);
+    add_layer_norm_bwd_rows<float, TX>(a, begin, end, sums);
   });
 }
 

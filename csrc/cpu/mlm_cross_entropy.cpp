@@ -20,8 +20,6 @@ constexpr int64_t kStripBlocks = 8;
 constexpr int64_t kStrip = kStripBlocks * kBlock;  // columns of the vocabulary
 constexpr int64_t kGroups = 16;  // of strips, each with a gradient of hidden of its own
 
-int64_t blocks_of(int64_t n) { return ceil_div(n, kBlock); }
-
 // What every strip of one call shares.
 struct Problem {
   Source hidden, weight;
