@@ -1,6 +1,6 @@
 """The figures fastbert is held to, measured side by side with transformers in one run.
 
-    python -m benchmarks.ladder [--rounds 5] [--layers 12] [--quick] [--json PATH]
+    python -m benchmarks.ladder [--rounds 5] [--layers 12] [--quick] [--only fp32] [--json PATH]
 
 Forward of BERT-base on a ragged and a full batch, fp32 and bf16; masked-LM steps in bf16 autocast
 and in fp32 at two precisions; and the distance from transformers' eager model on a real checkpoint
@@ -110,6 +110,7 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="1 round of 2 layers: that all runs, no figures"
     )
+    parser.add_argument("--only", default="", help="rungs whose names contain this")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rounds, layers = (1, 2) if arguments.quick else (arguments.rounds, arguments.layers)
@@ -129,6 +130,8 @@ def main() -> int:
     }
     results = {"machine": machine(), "layers": layers, "rounds": rounds}
     for name, (target, measure, *how) in rungs.items():
+        if arguments.only not in name:
+            continue
         row = results[name] = {**measure(settings, *how, rounds), "target": target}
         print(
             f"{name:36} {row['ratio']:5.2f}x (target {target})  "

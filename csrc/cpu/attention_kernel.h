@@ -454,14 +454,14 @@ int64_t attention_scratch(const Attention& a, int64_t num_k, bool backward) {
 }
 
 void attention_fwd(const Attention& a, const AttentionTask& t, char* memory) {
-#if defined(FASTBERT_AVX512)
+#if defined(FASTBERT_AVX512_BF16)
   if (a.arithmetic == Arithmetic::kBFloat16) return attention_fwd_task<true>(a, t, memory);
 #endif
   attention_fwd_task<false>(a, t, memory);
 }
 
 void attention_bwd(const Attention& a, const AttentionTask& t, char* memory) {
-#if defined(FASTBERT_AVX512)
+#if defined(FASTBERT_AVX512_BF16)
   if (a.arithmetic == Arithmetic::kBFloat16) return attention_bwd_task<true>(a, t, memory);
 #endif
   attention_bwd_task<false>(a, t, memory);

@@ -122,11 +122,11 @@ Cut cut(int64_t rows, int64_t columns, int64_t depth, Arithmetic a) {
   return c;
 }
 
-// Blocks of depth that are multiplied at a time, so that both operands stay in the L1 cache. The
-// error of a sum grows with its length, so where it shows (fp32) a piece starts from 0 and is added
-// up; where it does not (bf16) the tiles take the sums up again.
+// Blocks of depth that are multiplied at a time. The error of a sum grows with its length, so where
+// it shows (fp32) a piece starts from 0 and is added up, and is short; where it does not (bf16) the
+// tiles take the sums up again, and a piece is what the L2 cache holds beside the other operand.
 constexpr int64_t blocks_per_piece(Arithmetic a) {
-  return a == Arithmetic::kFloat ? 8 : a == Arithmetic::kBFloat16 ? 8 : 12;
+  return a == Arithmetic::kFloat ? 8 : a == Arithmetic::kBFloat16 ? 96 : 12;
 }
 
 // The next piece of a product, from depth k on.

@@ -7,25 +7,6 @@ FASTBERT_INLINE void copy_block(const float (*tile)[kBlock], float* out) {
 
 #if defined(FASTBERT_AVX512)
 
-// Elements of `first` and `second` by turns.
-FASTBERT_INLINE void store_pairs(bfloat16* p, Vec first, Vec second) {
-#if defined(FASTBERT_AVX512_BF16)
-  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second.v, first.v);
-  // 0, 16, 1, 17, ...
-  const __m512i turns = _mm512_or_si512(
-      _mm512_cvtepu16_epi32(
-          _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)),
-      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_setr_epi16(16, 17, 18, 19, 20, 21, 22, 23, 24,
-                                                                25, 26, 27, 28, 29, 30, 31)),
-                        16));
-  _mm512_storeu_si512(p, _mm512_permutexvar_epi16(turns, both));
-#else
-  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
-  const __m512i lower = _mm512_srli_epi32(bf16_bits(first), 16);
-  _mm512_storeu_si512(p, _mm512_or_si512(lower, _mm512_and_si512(bf16_bits(second), high)));
-#endif
-}
-
 FASTBERT_INLINE void transpose_16x16(const __m512i* in, __m512i* out) {
   __m512i a[16], b[16];
 #pragma GCC unroll 8
@@ -77,36 +58,63 @@ FASTBERT_INLINE void transpose_block(const float (*tile)[kBlock], float* out) {
   }
 }
 
-using Halves32 = uint16_t[kBlock][kBlock];
+#else
 
-FASTBERT_INLINE void round_block(const float (*tile)[kBlock], Halves32& halves) {
-  for (int r = 0; r < kBlock; ++r) {
-    store(reinterpret_cast<bfloat16*>(halves[r]), load(tile[r]));
-    store(reinterpret_cast<bfloat16*>(halves[r] + 16), load(tile[r] + 16));
+FASTBERT_INLINE void transpose_block(const float (*tile)[kBlock], float* out) {
+  for (int c = 0; c < kBlock; ++c) {
+    for (int r = 0; r < kBlock; ++r) out[c * kBlock + r] = tile[r][c];
   }
 }
 
-// What rounding left over, exactly.
-FASTBERT_INLINE void subtract_block(const Halves32& halves, float (*tile)[kBlock]) {
+#endif
+
+#if defined(FASTBERT_AVX512_BF16)
+
+// Two vectors rounded to bf16, one behind the other.
+FASTBERT_INLINE __m512i to_bf16(Vec first, Vec second) {
+  return (__m512i)_mm512_cvtne2ps_pbh(second.v, first.v);
+}
+
+// Elements of `first` and `second` by turns.
+FASTBERT_INLINE void store_pairs(bfloat16* p, Vec first, Vec second) {
+  // 0, 16, 1, 17, ...
+  const __m512i turns = _mm512_or_si512(
+      _mm512_cvtepu16_epi32(
+          _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)),
+      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_setr_epi16(16, 17, 18, 19, 20, 21, 22, 23, 24,
+                                                                25, 26, 27, 28, 29, 30, 31)),
+                        16));
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi16(turns, to_bf16(first, second)));
+}
+
+using Halves32 = uint16_t[kBlock][kBlock];
+
+// The block at x in bf16 parts: each is what rounding to the ones before it left over, exactly.
+template <int kParts>
+FASTBERT_INLINE void split_block(const float* x, int64_t ld, Halves32* parts) {
   for (int r = 0; r < kBlock; ++r) {
-    for (int c = 0; c < kBlock; c += 16) {
-      const Vec part = load(reinterpret_cast<const bfloat16*>(halves[r] + c));
-      store(tile[r] + c, load(tile[r] + c) - part);
+    Vec left = load(x + r * ld), right = load(x + r * ld + 16);
+#pragma GCC unroll 3
+    for (int part = 0; part < kParts; ++part) {
+      const __m512i halves = to_bf16(left, right);
+      _mm512_store_si512(parts[part][r], halves);
+      if (part + 1 == kParts) break;
+      left = left - from_bf16(_mm512_castsi512_si256(halves));
+      right = right - from_bf16(_mm512_extracti64x4_epi64(halves, 1));
     }
   }
 }
 
 // Pairs of rows side by side: out[half][r / 2][c][r % 2] of columns 16 half + c.
 FASTBERT_INLINE void interleave_rows(const Halves32& halves, uint32_t* out) {
-  const __m512i low = _mm512_set1_epi32(0xFFFF);
   for (int r = 0; r < kBlock; r += 2) {
     for (int half = 0; half < 2; ++half) {
       const auto* upper = reinterpret_cast<const __m256i*>(halves[r] + 16 * half);
       const auto* lower = reinterpret_cast<const __m256i*>(halves[r + 1] + 16 * half);
       const __m512i first = _mm512_cvtepu16_epi32(_mm256_loadu_si256(upper));
       const __m512i second = _mm512_cvtepu16_epi32(_mm256_loadu_si256(lower));
-      _mm512_storeu_si512(out + half * 256 + r * 8, _mm512_or_si512(_mm512_and_si512(first, low),
-                                                                    _mm512_slli_epi32(second, 16)));
+      _mm512_storeu_si512(out + half * 256 + r * 8,
+                          _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
     }
   }
 }
@@ -114,10 +122,12 @@ FASTBERT_INLINE void interleave_rows(const Halves32& halves, uint32_t* out) {
 FASTBERT_INLINE void emit_halves(const Halves32& halves, Layout layout, void* out) {
   auto* to = static_cast<uint32_t*>(out);
   const auto* in = reinterpret_cast<const uint32_t*>(halves);
-  uint32_t pairs[2 * 256];
+  alignas(64) uint32_t pairs[2 * 256];
   switch (layout) {
     case Layout::kA:
-      __builtin_memcpy(out, halves, sizeof(Halves32));
+      for (int r = 0; r < kBlock; ++r) {
+        _mm512_storeu_si512(to + r * 16, _mm512_load_si512(halves[r]));
+      }
       return;
     case Layout::kATransposed:
       interleave_rows(halves, pairs);
@@ -134,12 +144,44 @@ FASTBERT_INLINE void emit_halves(const Halves32& halves, Layout layout, void* ou
   }
 }
 
-#else
-
-FASTBERT_INLINE void transpose_block(const float (*tile)[kBlock], float* out) {
-  for (int c = 0; c < kBlock; ++c) {
-    for (int r = 0; r < kBlock; ++r) out[c * kBlock + r] = tile[r][c];
+template <int kParts>
+FASTBERT_INLINE void emit_parts(const float* x, int64_t ld, Layout layout, void* out) {
+  alignas(64) Halves32 parts[kParts];
+  split_block<kParts>(x, ld, parts);
+  for (int part = 0; part < kParts; ++part) {
+    emit_halves(parts[part], layout, static_cast<char*>(out) + part * sizeof(Halves32));
   }
+}
+
+FASTBERT_INLINE void emit_parts(Arithmetic arithmetic, const float* x, int64_t ld, Layout layout,
+                                void* out) {
+  switch (parts_of(arithmetic)) {
+    case 1:
+      return emit_parts<1>(x, ld, layout, out);
+    case 2:
+      return emit_parts<2>(x, ld, layout, out);
+    default:
+      return emit_parts<3>(x, ld, layout, out);
+  }
+}
+
+FASTBERT_INLINE void emit_bf16(const uint16_t* x, int64_t ld, Layout layout, void* out) {
+  alignas(64) Halves32 halves;
+  for (int r = 0; r < kBlock; ++r) {
+    _mm512_store_si512(halves[r], _mm512_loadu_si512(x + r * ld));
+  }
+  emit_halves(halves, layout, out);
+}
+
+// A block that needs no work before it is packed.
+FASTBERT_INLINE bool emit_whole_block(const Source& s, Arithmetic arithmetic, Layout layout,
+                                      int64_t at, void* out) {
+  if (s.dtype == Dtype::kBFloat16) {
+    emit_bf16(static_cast<const uint16_t*>(s.data) + at, s.ld, layout, out);
+  } else if (s.dtype == Dtype::kFloat) {
+    emit_parts(arithmetic, static_cast<const float*>(s.data) + at, s.ld, layout, out);
+  }
+  return s.dtype != Dtype::kHalf;
 }
 
 #endif
@@ -193,26 +235,13 @@ void pack_block(const Source& s, Arithmetic arithmetic, Layout layout, int64_t r
                 void* out) {
   const int64_t rows = smaller(kBlock, s.rows - row), columns = smaller(kBlock, s.columns - column);
   alignas(64) float tile[kBlock][kBlock];
-#if defined(FASTBERT_AVX512)
+#if defined(FASTBERT_AVX512_BF16)
   if (arithmetic != Arithmetic::kFloat) {
-    alignas(64) Halves32 halves;
-    if (s.dtype == Dtype::kBFloat16 && s.gelu == Gelu::kNone && rows == kBlock &&
-        columns == kBlock) {
-      const auto* x = static_cast<const uint16_t*>(s.data) + row * s.ld + column;
-      for (int r = 0; r < kBlock; ++r) {
-        _mm512_store_si512(halves[r], _mm512_loadu_si512(x + r * s.ld));
-      }
-      emit_halves(halves, layout, out);
-      return;
-    }
+    const bool whole = rows == kBlock && columns == kBlock && s.gelu == Gelu::kNone;
+    if (whole && emit_whole_block(s, arithmetic, layout, row * s.ld + column, out)) return;
     read_any(s, row, column, rows, columns, tile);
     if (s.gelu != Gelu::kNone) activate_block(s, tile);
-    for (int part = 0; part < parts_of(arithmetic); ++part) {
-      round_block(tile, halves);
-      emit_halves(halves, layout, static_cast<char*>(out) + part * kBlock * kBlock * 2);
-      if (part + 1 < parts_of(arithmetic)) subtract_block(halves, tile);
-    }
-    return;
+    return emit_parts(arithmetic, tile[0], kBlock, layout, out);
   }
 #endif
   read_any(s, row, column, rows, columns, tile);
