@@ -5,6 +5,49 @@ constexpr float kInvSqrtTwoPi = 0.39894228040143268f;
 constexpr float kTanhScale = 0.79788456080286536f;  // sqrt(2 / pi)
 constexpr float kTanhCubic = 0.044715f;
 
+#if defined(FASTBERT_AVX512)
+
+// f(|u|) from its table; the low bits of a float near 1.5 2^23 are those of the piece's number.
+template <int kDegree, typename V>
+FASTBERT_INLINE V in_pieces(const NormalTable<kDegree>& f, V u) {
+  const V place = min(constant<V>(31.0f), abs(u) * constant<V>(kNormalPieces));
+  const V bits = place + constant<V>(12582912.0f);
+  const V t = place - (bits - constant<V>(12582912.0f));
+  V value = look_up(f.terms[kDegree], bits);
+#pragma GCC unroll 6
+  for (int d = kDegree - 1; d >= 0; --d) value = fma(value, t, look_up(f.terms[d], bits));
+  return value;
+}
+
+template <typename T>
+FASTBERT_INLINE const auto& normal_tables() {
+  if constexpr (is_bfloat16<T>) {
+    return kBriefNormal;
+  } else {
+    return kNormal;
+  }
+}
+
+// f(u) where f(-|u|) is given and f(u) + f(-u) = 1.
+template <typename V>
+FASTBERT_INLINE V with_other_half(V u, V lower) {
+  return select(less(u, constant<V>(0.0f)), lower, constant<V>(1.0f) - lower);
+}
+
+template <typename T, typename V>
+FASTBERT_INLINE V gelu_erf(V u) {
+  return u * with_other_half(u, in_pieces(normal_tables<T>().tail, u));
+}
+
+template <typename T, typename V>
+FASTBERT_INLINE V gelu_erf_slope(V u) {
+  const V slope = with_other_half(u, in_pieces(normal_tables<T>().slope, u));
+  // NaN at infinities, as u phi(u) is.
+  return fma(constant<V>(0.0f), u, slope);
+}
+
+#else
+
 // Phi(u), and exp(-u^2 / 2) on the way, as exactly as T can hold.
 template <typename V>
 struct Normal {
@@ -34,6 +77,8 @@ FASTBERT_INLINE V gelu_erf_slope(V u) {
   const Normal<V> n = normal_of<T>(u);
   return fma(u * constant<V>(kInvSqrtTwoPi), n.exp_of_minus_half_square, n.cdf);
 }
+
+#endif
 
 // (1 + tanh z) / 2 and its complement, each accurate where it is small.
 template <typename V>

@@ -9,6 +9,7 @@
 
 #include "common/philox.h"
 #include "cpu/inline.h"
+#include "cpu/normal_tables.h"
 
 namespace fastbert {
 

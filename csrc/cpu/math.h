@@ -80,6 +80,12 @@ FASTBERT_INLINE Pack select(PackMask m, Pack a, Pack b) {
   FASTBERT_EACH_VEC(Pack, r.v[i] = select(m.m[i], a.v[i], b.v[i]));
 }
 
+#if defined(FASTBERT_AVX512)
+FASTBERT_INLINE Pack look_up(const float* table, Pack index) {
+  FASTBERT_EACH_VEC(Pack, r.v[i] = look_up(table, index.v[i]));
+}
+#endif
+
 #undef FASTBERT_EACH_VEC
 
 FASTBERT_INLINE Vec total(Vec v) { return v; }

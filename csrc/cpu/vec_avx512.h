@@ -96,6 +96,11 @@ FASTBERT_INLINE Vec select(Mask m, Vec a, Vec b) {
 }
 FASTBERT_INLINE Vec zero_unless(Mask m, Vec a) { return {_mm512_maskz_mov_ps(m.lanes, a.v)}; }
 FASTBERT_INLINE Vec first_lanes(Vec a, int n) { return {_mm512_maskz_mov_ps(lanes_below(n), a.v)}; }
+// Of 32 floats, those at the low five bits of each lane.
+FASTBERT_INLINE Vec look_up(const float* table, Vec index) {
+  return {_mm512_permutex2var_ps(_mm512_loadu_ps(table), _mm512_castps_si512(index.v),
+                                 _mm512_loadu_ps(table + 16))};
+}
 // Of elements [i, i + kLanes), i a multiple of kLanes.
 FASTBERT_INLINE Mask mask_of_bits(const uint32_t* bits, int64_t i) {
   return {static_cast<__mmask16>(bits[i / 32] >> (i % 32))};
