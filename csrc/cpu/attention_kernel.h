@@ -30,12 +30,24 @@ FASTBERT_INLINE Source head_of(const Attention& a, const Heads& h, int64_t head,
   return {a.dtype, data + (first * h.ld + head * h.head_step) * size, rows, a.head_dim, h.ld};
 }
 
+// Rows of a head lie too far apart for the hardware to foresee the next ones.
+FASTBERT_INLINE void prefetch_rows(const Source& s, int64_t row) {
+  const int64_t size = s.dtype == Dtype::kFloat ? 4 : 2;
+  const char* first = static_cast<const char*>(s.data) + row * s.ld * size;
+  for (int64_t r = 0; r < smaller(kBlock, s.rows - row); ++r) {
+    for (int64_t at = 0; at < s.columns * size; at += 64) {
+      __builtin_prefetch(first + r * s.ld * size + at);
+    }
+  }
+}
+
 // [rows / 32][head_dim / 32] blocks of a head, or the other way round.
 FASTBERT_INLINE void pack_head(const Source& s, Arithmetic arithmetic, Layout layout,
                                bool by_columns, int64_t first_block, int64_t num_blocks,
                                char* out) {
   const int64_t deep = blocks_of(s.columns), bytes = bytes_per_block(arithmetic);
   for (int64_t block = 0; block < num_blocks; ++block) {
+    prefetch_rows(s, (first_block + block + 1) * kBlock);
     for (int64_t d = 0; d < deep; ++d) {
       const int64_t place = by_columns ? d * num_blocks + block : block * deep + d;
       pack_block(s, arithmetic, layout, (first_block + block) * kBlock, d * kBlock,
@@ -43,6 +55,10 @@ FASTBERT_INLINE void pack_head(const Source& s, Arithmetic arithmetic, Layout la
     }
   }
 }
+
+// Floats from one row of scores to the next: rows a power of two apart would crowd into a few sets
+// of the L1 cache.
+FASTBERT_INLINE int64_t score_step(int64_t key_blocks) { return key_blocks * kBlock + 16; }
 
 // The keys [begin, end) that a query sees.
 struct KeyRange {
@@ -233,7 +249,7 @@ struct ForwardScratch {
     values = s.take<char>(key_blocks * deep * bytes);
     query = s.take<char>(deep * bytes);
     weights = s.take<char>(key_blocks * bytes);
-    scores = s.take<float>(kBlock * key_blocks * kBlock);
+    scores = s.take<float>(kBlock * score_step(key_blocks));
     sums = s.take<float>(kBlock * deep * kBlock);
     // Sixteen columns more: the masks are made 64 columns at a time.
     bits = s.take<uint32_t>(kBlock * (key_blocks + 1));
@@ -246,7 +262,7 @@ void attention_fwd_task(const Attention& a, const AttentionTask& t, char* memory
   const ForwardScratch s(pieces, a, t.num_k);
   const int64_t bytes = bytes_per_block(a.arithmetic), deep = blocks_of(a.head_dim);
   const int64_t key_blocks = blocks_of(t.num_k), padded = key_blocks * kBlock,
-                width = deep * kBlock;
+                step = score_step(key_blocks), width = deep * kBlock;
   const Source q = head_of(a, a.q, t.head, t.first_q, t.num_q);
   pack_head(head_of(a, a.k, t.head, t.first_k, t.num_k), a.arithmetic, Layout::kBTransposed, false,
             0, key_blocks, s.keys);
@@ -257,14 +273,14 @@ void attention_fwd_task(const Attention& a, const AttentionTask& t, char* memory
     const int64_t query = block * kBlock, count = smaller(kBlock, t.num_q - query);
     pack_head(q, a.arithmetic, Layout::kA, false, block, 1, s.query);
     for (int64_t j = 0; j < key_blocks; ++j) {
-      a.multiply(s.query, s.keys + j * deep * bytes, deep, s.scores + j * kBlock, padded, false);
+      a.multiply(s.query, s.keys + j * deep * bytes, deep, s.scores + j * kBlock, step, false);
     }
     const uint32_t* bits = keep_bits(a, t, query, key_blocks, s.bits);
     for (int64_t r = 0; r < kBlock; ++r) {
       const KeyRange seen = keys_seen(a, query + r, t.num_k);
       rows[r] = softmax_row<kHalves>(a, r < count ? seen : KeyRange{0, 0}, padded,
                                      bits == nullptr ? nullptr : bits + r * key_blocks, r,
-                                     s.scores + r * padded, s.weights);
+                                     s.scores + r * step, s.weights);
     }
     for (int64_t d = 0; d < deep; ++d) {
       a.multiply(s.weights, s.values + d * key_blocks * bytes, key_blocks, s.sums + d * kBlock,
@@ -298,11 +314,11 @@ struct BackwardScratch {
     score_rows = s.take<char>(key_blocks * bytes);
     weight_pairs = s.take<char>(key_blocks * kQueryBlocks * bytes);
     score_pairs = s.take<char>(key_blocks * kQueryBlocks * bytes);
-    scores = s.take<float>(kBlock * key_blocks * kBlock);
-    dweights = s.take<float>(kBlock * key_blocks * kBlock);
+    scores = s.take<float>(kBlock * score_step(key_blocks));
+    dweights = s.take<float>(kBlock * score_step(key_blocks));
     dq = s.take<float>(kBlock * deep * kBlock);
-    dk = s.take<float>(deep * kBlock * key_blocks * kBlock);
-    dv = s.take<float>(deep * kBlock * key_blocks * kBlock);
+    dk = s.take<float>(deep * kBlock * score_step(key_blocks));
+    dv = s.take<float>(deep * kBlock * score_step(key_blocks));
     bits = s.take<uint32_t>(kBlock * (key_blocks + 1));
   }
 };
@@ -336,16 +352,17 @@ struct Operands {
 // dS = scale·P·(Z·dP - Σ P·Z·dP) and Z·P of rows r and r + 1, as operands.
 template <bool kHalves>
 FASTBERT_INLINE void put_gradients(const Attention& a, const Operands& to, int64_t padded,
-                                   int64_t r, const float* means, const uint32_t* const* bits,
-                                   const float* weights, const float* dweights) {
+                                   int64_t step, int64_t r, const float* means,
+                                   const uint32_t* const* bits, const float* weights,
+                                   const float* dweights) {
   for_each_pack(padded, [&](int64_t c, auto part) {
     using V = decltype(part.load(weights));
     V p[2], ds[2];
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
-      p[i] = part.load(weights + i * padded + c);
+      p[i] = part.load(weights + i * step + c);
       ds[i] = p[i] * constant<V>(a.softmax_scale) *
-              (part.load(dweights + i * padded + c) - constant<V>(means[i]));
+              (part.load(dweights + i * step + c) - constant<V>(means[i]));
       put_left<kHalves>(to.score_rows, r + i, c, ds[i]);
       if (bits[i] != nullptr) p[i] = kept_only(bits[i], c, p[i] * constant<V>(a.dropout.scale));
     }
@@ -356,12 +373,12 @@ FASTBERT_INLINE void put_gradients(const Attention& a, const Operands& to, int64
 
 // (head_dim, keys) in fp32 to rows of keys.
 FASTBERT_INLINE void write_transposed(const Attention& a, const AttentionTask& t, const Heads& h,
-                                      const float* columns, int64_t padded) {
+                                      const float* columns, int64_t step) {
   float tile[kBlock][kBlock];
   for (int64_t key = 0; key < t.num_k; key += kBlock) {
     for (int64_t d = 0; d < a.head_dim; d += kBlock) {
       for (int64_t r = 0; r < kBlock; ++r) {
-        __builtin_memcpy(tile[r], columns + (d + r) * padded + key, kBlock * 4);
+        __builtin_memcpy(tile[r], columns + (d + r) * step + key, kBlock * 4);
       }
       float rows[kBlock * kBlock];
       transpose_block(tile, rows);
@@ -381,7 +398,7 @@ void attention_bwd_task(const Attention& a, const AttentionTask& t, char* memory
   const Arithmetic arithmetic = a.arithmetic;
   const int64_t bytes = bytes_per_block(arithmetic), deep = blocks_of(a.head_dim);
   const int64_t key_blocks = blocks_of(t.num_k), padded = key_blocks * kBlock,
-                width = deep * kBlock;
+                step = score_step(key_blocks), width = deep * kBlock;
   const Source q = head_of(a, a.q, t.head, t.first_q, t.num_q);
   const Source dout = head_of(a, a.dout, t.head, t.first_q, t.num_q);
   const Source k = head_of(a, a.k, t.head, t.first_k, t.num_k);
@@ -398,8 +415,8 @@ void attention_bwd_task(const Attention& a, const AttentionTask& t, char* memory
       pack_head(dout, arithmetic, Layout::kA, false, first + place, 1, s.gradient);
       for (int64_t j = 0; j < key_blocks; ++j) {
         const int64_t panel = j * deep * bytes;
-        a.multiply(s.query, s.keys + panel, deep, s.scores + j * kBlock, padded, false);
-        a.multiply(s.gradient, s.values + panel, deep, s.dweights + j * kBlock, padded, false);
+        a.multiply(s.query, s.keys + panel, deep, s.scores + j * kBlock, step, false);
+        a.multiply(s.gradient, s.values + panel, deep, s.dweights + j * kBlock, step, false);
       }
       const uint32_t* bits = keep_bits(a, t, query, key_blocks, s.bits);
       const float* lse = a.softmax_lse + t.head * a.lse_ld + t.first_q + query;
@@ -413,10 +430,10 @@ void attention_bwd_task(const Attention& a, const AttentionTask& t, char* memory
           row_bits[i] = bits == nullptr ? nullptr : bits + (r + i) * key_blocks;
           means[i] = weigh_row<kHalves>(a, real ? seen : KeyRange{0, 0}, padded,
                                         real ? lse[r + i] : 0.0f, row_bits[i],
-                                        s.scores + (r + i) * padded, s.dweights + (r + i) * padded);
+                                        s.scores + (r + i) * step, s.dweights + (r + i) * step);
         }
-        put_gradients<kHalves>(a, operands, padded, r, means, row_bits, s.scores + r * padded,
-                               s.dweights + r * padded);
+        put_gradients<kHalves>(a, operands, padded, step, r, means, row_bits, s.scores + r * step,
+                               s.dweights + r * step);
       }
       for (int64_t d = 0; d < deep; ++d) {
         a.multiply(s.score_rows, s.key_rows + d * key_blocks * bytes, key_blocks, s.dq + d * kBlock,
@@ -431,16 +448,16 @@ void attention_bwd_task(const Attention& a, const AttentionTask& t, char* memory
     for (int64_t d = 0; d < deep; ++d) {
       for (int64_t j = 0; j < key_blocks; ++j) {
         const int64_t left = d * group * bytes, right = j * group * bytes;
-        const int64_t at = d * kBlock * padded + j * kBlock;
-        a.multiply(s.query_columns + left, s.score_pairs + right, group, s.dk + at, padded,
+        const int64_t at = d * kBlock * step + j * kBlock;
+        a.multiply(s.query_columns + left, s.score_pairs + right, group, s.dk + at, step,
                    first > 0);
-        a.multiply(s.gradient_columns + left, s.weight_pairs + right, group, s.dv + at, padded,
+        a.multiply(s.gradient_columns + left, s.weight_pairs + right, group, s.dv + at, step,
                    first > 0);
       }
     }
   }
-  write_transposed(a, t, a.dk, s.dk, padded);
-  write_transposed(a, t, a.dv, s.dv, padded);
+  write_transposed(a, t, a.dk, s.dk, step);
+  write_transposed(a, t, a.dv, s.dv, step);
 }
 
 int64_t attention_scratch(const Attention& a, int64_t num_k, bool backward) {
