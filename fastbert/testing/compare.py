@@ -125,6 +125,7 @@ def op_check(
     *,
     name: str,
     layout: str = "contiguous",
+    autocast: torch.dtype | None = None,
     reduction_rows: int = 1,
     seed: int = 0,
 ) -> None:
@@ -138,6 +139,8 @@ def op_check(
         dtype: dtype under test.
         name: row of the tolerance table, and prefix of messages.
         layout: `noncontiguous` gives the op strided views of the same values.
+        autocast: runs `op` and `reference` in `dtype` under autocast to this; errors are then
+            judged by its precision.
         reduction_rows: rows the gradients sum over.
         seed: of the outputs' gradients.
     """
@@ -157,10 +160,15 @@ def op_check(
             leaf = rounded[key].to(kind).clone()
             leaf = noncontiguous(leaf) if strided else leaf
             arguments[key] = leaf.detach().requires_grad_()
-        outputs = function(**arguments)
+        with torch.autocast(
+            "cpu", autocast, enabled=autocast is not None and kind != torch.float64
+        ):
+            outputs = function(**arguments)
         runs.append((arguments, outputs if isinstance(outputs, tuple) else (outputs,)))
     for index, (ours, oracle, plain) in enumerate(zip(*(r[1] for r in runs), strict=True)):
-        assert_close_to_oracle(ours, oracle, plain, f"{name} output {index}", op=name)
+        assert_close_to_oracle(
+            ours, oracle, plain, f"{name} output {index}", op=name, compute_dtype=autocast
+        )
     generator = torch.Generator().manual_seed(seed)
     chosen = [i for i, output in enumerate(runs[0][1]) if output.requires_grad]
     grads = [torch.randn(runs[0][1][i].shape, generator=generator) for i in chosen]
@@ -178,5 +186,11 @@ def op_check(
         if ours is None:
             raise AssertionError(f"{name} gradient of {key} is missing")
         assert_close_to_oracle(
-            ours, oracle, plain, f"{name} gradient of {key}", op=name, reduction_rows=reduction_rows
+            ours,
+            oracle,
+            plain,
+            f"{name} gradient of {key}",
+            op=name,
+            reduction_rows=reduction_rows,
+            compute_dtype=autocast,
         )

@@ -1,5 +1,6 @@
 """Containers, captured states, attention weights, and logits that wait to be read."""
 
+import copy
 import pickle
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import transformers
 
 from fastbert.models.outputs import LazyLogits
+from fastbert.testing.compare import assert_close_to_oracle
 from fastbert.testing.counters import assert_ran
 from fastbert.testing.inputs import padded_batch, small_bert_config
 from fastbert.testing.models import HEADS, assert_packed, head_inputs, model_pair
@@ -135,7 +137,8 @@ def test_logits_of_containers_behave_as_tensors():
         hidden = ours.bert(
             inputs["input_ids"], inputs["attention_mask"], inputs["token_type_ids"]
         ).last_hidden_state
-        expected = ours.cls(hidden)
+        plain = ours.cls(hidden)
+    oracle = copy.deepcopy(ours.cls).double()(hidden.double())
     rebuilt = type(outputs)({k: v.float() for k, v in outputs.items()})
     lazy = dict(rebuilt.items())["logits"]
     assert type(lazy) is LazyLogits
@@ -143,8 +146,13 @@ def test_logits_of_containers_behave_as_tensors():
     assert lazy.deferred._value is None
     real = inputs["attention_mask"] != 0
     assert rebuilt.logits.dtype == torch.float32
-    # The op does not round biases to bf16 first.
-    torch.testing.assert_close(rebuilt.logits[real], expected.float()[real], rtol=0, atol=0.01)
+    assert_close_to_oracle(
+        rebuilt.logits[real],
+        oracle[real],
+        plain.float()[real],
+        "logits",
+        compute_dtype=torch.bfloat16,
+    )
     assert type(lazy + 1) is torch.Tensor
     assert torch.equal(lazy.argmax(-1), rebuilt.logits.argmax(-1))
 

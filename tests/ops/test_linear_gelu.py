@@ -109,20 +109,15 @@ def test_gelu_mlp_frozen(backend, frozen):
 
 
 def test_gelu_mlp_autocast(backend):
-    values = mlp_inputs(9, 16, 20)
-    runs = []
-    for function in (gelu_mlp, gelu_mlp_reference):
-        leaves = {k: v.clone().requires_grad_() for k, v in values.items()}
-        with torch.autocast("cpu", torch.bfloat16):
-            y = function(**leaves, approximate="none")
-        y.float().square().sum().backward()
-        runs.append((y, leaves))
-    assert runs[0][0].dtype == torch.bfloat16
-    torch.testing.assert_close(runs[0][0], runs[1][0], rtol=2**-6, atol=0.02)
-    for name in values:
-        ours, plain = (leaves[name].grad for _, leaves in runs)
-        assert ours.dtype == torch.float32
-        torch.testing.assert_close(ours, plain, rtol=0.05, atol=0.1)
+    op_check(
+        lambda **a: gelu_mlp(**a, approximate="none"),
+        lambda **a: gelu_mlp_reference(**a, approximate="none"),
+        mlp_inputs(9, 16, 20),
+        torch.float32,
+        name="gelu_mlp",
+        autocast=torch.bfloat16,
+        reduction_rows=9,
+    )
 
 
 def test_gelu_mlp_deterministic(backend):
