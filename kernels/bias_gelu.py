@@ -8,9 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import block_of, on_device
-
-ROWS_PER_PART = 64
+from .common import block_of, on_device, rows_per_part, sum_parts
 
 
 @triton.jit
@@ -73,19 +71,19 @@ def _bias_gelu_bwd_kernel(
     x_ptr,  # (R, F)
     bias_ptr,  # (F,), unread without HAS_BIAS
     dx_ptr,  # (R, F)
-    partial_ptr,  # fp32 (ceil(R / ROWS), F), unwritten without HAS_BIAS
+    partial_ptr,  # fp32 (ceil(R / part_rows), F), unwritten without HAS_BIAS
     num_rows,
     num_cols,
+    part_rows,
     ERF: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
     part = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = column < num_cols
     total = tl.zeros([COLS], tl.float32)
-    for row in range(part * ROWS, tl.minimum(part * ROWS + ROWS, num_rows)):
+    for row in range(part * part_rows, tl.minimum(part * part_rows + part_rows, num_rows)):
         offset = tl.cast(row, tl.int64) * num_cols + column
         u = _preactivation(x_ptr, bias_ptr, offset, column, inside, HAS_BIAS)
         dy = tl.load(dy_ptr + offset, mask=inside, other=0.0).to(tl.float32)
@@ -94,23 +92,6 @@ def _bias_gelu_bwd_kernel(
         total += gradient
     if HAS_BIAS:
         tl.store(partial_ptr + part * num_cols + column, total, mask=inside)
-
-
-@triton.jit
-def _sum_parts_kernel(
-    partial_ptr,  # fp32 (parts, F)
-    dbias_ptr,  # (F,)
-    parts,
-    num_cols,
-    COLS: tl.constexpr,
-):
-    column = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    inside = column < num_cols
-    total = tl.zeros([COLS], tl.float32)
-    for part in range(parts):
-        offset = tl.cast(part, tl.int64) * num_cols + column
-        total += tl.load(partial_ptr + offset, mask=inside, other=0.0)
-    tl.store(dbias_ptr + column, total.to(dbias_ptr.dtype.element_ty), mask=inside)
 
 
 def bias_gelu_fwd(x: torch.Tensor, bias: torch.Tensor | None, approximate: str) -> torch.Tensor:
@@ -146,8 +127,9 @@ def bias_gelu_bwd(
     num_cols = x.shape[-1]
     num_rows = x.numel() // num_cols
     cols = block_of(num_cols, 512)
-    parts = triton.cdiv(num_rows, ROWS_PER_PART)
-    partial = x.new_empty((parts if bias is not None else 0, num_cols), dtype=torch.float32)
+    part_rows = rows_per_part(num_rows, 16)
+    parts = triton.cdiv(num_rows, part_rows)
+    partial = x.new_empty((1, parts if bias is not None else 0, num_cols), dtype=torch.float32)
     with on_device(x):
         _bias_gelu_bwd_kernel[(parts, triton.cdiv(num_cols, cols))](
             dy.contiguous(),
@@ -157,14 +139,12 @@ def bias_gelu_bwd(
             partial,
             num_rows,
             num_cols,
+            part_rows,
             ERF=approximate == "none",
             HAS_BIAS=bias is not None,
-            ROWS=ROWS_PER_PART,
             COLS=cols,
             num_warps=4,
         )
-        if bias is not None:
-            _sum_parts_kernel[(triton.cdiv(num_cols, cols),)](
-                partial, dbias, parts, num_cols, COLS=cols, num_warps=4
-            )
+    if bias is not None:
+        sum_parts(partial, [dbias])
     return dx, dbias

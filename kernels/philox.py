@@ -12,6 +12,12 @@ import triton.language as tl
 from .common import block_of, on_device
 
 
+def dropout_settings(dropout_p: float) -> tuple[int, float]:
+    """Threshold and scale of docs/dropout.md; (0, 1.0) without dropout."""
+    threshold = int(dropout_p * 65536 + 0.5)
+    return threshold, 65536 / max(1, 65536 - threshold)
+
+
 @triton.jit
 def philox4x32_7(c0, c1, c2, c3, k0, k1):
     """Four words per counter; all arguments uint32, of one shape."""

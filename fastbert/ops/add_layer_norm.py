@@ -93,8 +93,9 @@ add_layer_norm_fwd = dispatch.register_op(
     room="add_layer_norm",
     fake=_fwd_fake,
     reference=_fwd_with_mask,
+    triton="fastbert.kernels.add_layer_norm:add_layer_norm_fwd",
     cpu=True,
-    not_supported={"cpu": _fwd_kernel_reasons},
+    not_supported={"cpu": _fwd_kernel_reasons, "triton": _fwd_kernel_reasons},
 )
 add_layer_norm_bwd = dispatch.register_op(
     "add_layer_norm_bwd",
@@ -104,8 +105,9 @@ add_layer_norm_bwd = dispatch.register_op(
     room="add_layer_norm",
     fake=_bwd_fake,
     reference=_bwd_with_mask,
+    triton="fastbert.kernels.add_layer_norm:add_layer_norm_bwd",
     cpu=True,
-    not_supported={"cpu": _bwd_kernel_reasons},
+    not_supported={"cpu": _bwd_kernel_reasons, "triton": _bwd_kernel_reasons},
 )
 
 

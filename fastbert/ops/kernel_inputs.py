@@ -4,7 +4,7 @@ import torch
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_COLUMNS = 8192
-"""Widest row the C++ norms hold in their buffers on the stack."""
+"""Widest row the norms hold: in buffers on the stack in C++, in registers in Triton."""
 
 
 def dtype_reasons(**tensors: torch.Tensor | None) -> list[str]:
@@ -17,8 +17,8 @@ def dtype_reasons(**tensors: torch.Tensor | None) -> list[str]:
 
 
 def width_reasons(rows: torch.Tensor) -> list[str]:
-    """A reason against rows that are wider than the C++ norms' buffers, or that are empty."""
+    """A reason against rows that are wider than the norms hold, or that are empty."""
     columns = rows.shape[-1]
     if 0 < columns <= MAX_COLUMNS:
         return []
-    return [f"rows have {columns} columns, the C++ kernel takes 1 to {MAX_COLUMNS}"]
+    return [f"rows have {columns} columns, kernels take 1 to {MAX_COLUMNS}"]
