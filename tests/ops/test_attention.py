@@ -5,7 +5,12 @@ import math
 import pytest
 import torch
 
-from fastbert.ops.attention import attention, attention_fwd, attention_packed_qkv
+from fastbert.ops.attention import (
+    MAX_HEAD_DIM,
+    attention,
+    attention_fwd,
+    attention_packed_qkv,
+)
 from fastbert.ops.philox import score_keep_mask
 from fastbert.testing.compare import assert_bitwise_equal, op_check
 from fastbert.testing.counters import assert_ran
@@ -142,9 +147,35 @@ def test_attention_padded_matches_the_loop(lengths, p, window, dtype, monkeypatc
         torch.testing.assert_close(a, b, rtol=0, atol=5 * tolerance)
 
 
+# Three tiles of the largest kernels in each direction, beside far shorter sequences.
+TILES = {
+    "plain": {},
+    "window": {"window": (150, 20)},
+    "dropout": {"dropout_p": 0.1, "site": 8, "rng_state": RNG},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", TILES.values(), ids=TILES)
+def test_attention_many_tiles(backend, options, dtype):
+    op, reference = both([1, 300, 0, 70], [1, 270, 0, 70], **options)
+    op_check(op, reference, inputs([371], [341], 2, 64, idle=3), dtype, name="attention")
+
+
+def test_attention_many_sequences(backend):
+    lengths = [0] * 300
+    lengths[3::60] = [2, 1, 3, 1, 2]
+    op, reference = both(lengths, lengths)
+    op_check(op, reference, inputs(lengths, lengths, 1, 16), torch.float32, name="attention")
+
+
 @pytest.mark.parametrize("dim", [1, 20, 26, 72, 128, 256])
 def test_attention_head_dims(backend, dim):
     op, reference = both([7, 12], [7, 12])
+    if backend.name == "triton" and dim > MAX_HEAD_DIM:
+        with pytest.raises(NotImplementedError, match="head dim is 256"):
+            op(**inputs([7, 12], [7, 12], 2, dim))
+        return
     op_check(op, reference, inputs([7, 12], [7, 12], 2, dim), torch.float32, name="attention")
 
 

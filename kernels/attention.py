@@ -1,0 +1,524 @@
+"""Softmax attention over packed sequences in Triton, forward and backward.
+
+Letters: Tq query rows, Tk key rows, N heads, D head dim, B sequences.
+
+The forward is that of Dao 2023, "FlashAttention-2", section 3.1; the backward recomputes the
+probabilities from softmax_lse (algorithm 2) in two kernels, one that owns queries and one that owns
+keys, so that no sum is made by atomics and every run gives the same bits.
+
+One launch serves sequences of any lengths, and the host never learns them. Sequence i takes the
+slots from cu_seqlens[i] // BLOCK + i on; there are always enough of them for its blocks, since
+floor(a + b) - floor(a) + 1 >= ceil(b), so the number of programs follows from the shapes alone.
+Slots that are left over have nothing to do, and those behind the last sequence clear idle rows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import block_of, on_device
+from .philox import dropout_settings, keep_scores
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+NO_BOUND = 1 << 30
+BLOCK_B = 256
+"""Sequences looked at together when a program finds its own."""
+
+
+@triton.jit
+def find_block(cu_seqlens_ptr, num_sequences, num_rows, BLOCK: tl.constexpr, BLOCK_B: tl.constexpr):
+    """Of this program's slot: its sequence (`num_sequences`: the idle rows), that one's first row
+    and length, and the block's first row within it."""
+    slot = tl.program_id(0)
+    sequence = 0
+    for first in range(0, num_sequences, BLOCK_B):
+        index = first + tl.arange(0, BLOCK_B) + 1
+        end = tl.load(cu_seqlens_ptr + index, mask=index <= num_sequences, other=0)
+        passed = (index <= num_sequences) & (end // BLOCK + index <= slot)
+        sequence += tl.sum(passed.to(tl.int32), 0)
+    start = tl.load(cu_seqlens_ptr + sequence)
+    following = tl.load(cu_seqlens_ptr + tl.minimum(sequence + 1, num_sequences))
+    end = tl.where(sequence == num_sequences, num_rows, following)
+    first = (slot - start // BLOCK - sequence) * BLOCK
+    return sequence, start, end - start, first
+
+
+@triton.jit
+def head_rows(
+    ptr, start, row, length, row_step, head_step, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Rows `start + row` of one head `(rows, BLOCK_D)`; zeros beyond the length and beyond D."""
+    d = tl.arange(0, BLOCK_D)
+    inside = (row < length)[:, None] & (d < D)[None, :]
+    at = (start + row).to(tl.int64)[:, None] * row_step + tl.program_id(1) * head_step + d[None, :]
+    return tl.load(ptr + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_head_rows(
+    ptr, values, start, row, length, row_step, head_step, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    d = tl.arange(0, BLOCK_D)
+    inside = (row < length)[:, None] & (d < D)[None, :]
+    at = (start + row).to(tl.int64)[:, None] * row_step + tl.program_id(1) * head_step + d[None, :]
+    tl.store(ptr + at, values.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def seen(query, key, num_keys, left, right, WINDOW: tl.constexpr):
+    """bool (queries, keys): which keys of the sequence a query sees."""
+    visible = (key < num_keys)[None, :] & (query >= 0)[:, None]
+    if WINDOW:
+        distance = key[None, :] - query[:, None]
+        visible = visible & (distance >= -left) & (distance <= right)
+    return visible
+
+
+@triton.jit(do_not_specialize=["threshold", "site"])
+def _attention_fwd_kernel(
+    q_ptr,  # (Tq, N, D)
+    k_ptr,  # (Tk, N, D)
+    v_ptr,  # (Tk, N, D)
+    out_ptr,  # (Tq, N, D), contiguous
+    lse_ptr,  # fp32 (N, Tq)
+    cu_seqlens_q_ptr,  # int32 (B + 1,)
+    cu_seqlens_k_ptr,  # int32 (B + 1,)
+    rng_state_ptr,  # int64 (2,), unread without DROPOUT
+    num_sequences,
+    num_rows_q,
+    num_heads,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    softmax_scale,
+    left,
+    right,
+    threshold,
+    dropout_scale,
+    site,
+    WINDOW: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    head = tl.program_id(1)
+    sequence, start_q, num_queries, first = find_block(
+        cu_seqlens_q_ptr, num_sequences, num_rows_q, BLOCK_Q, BLOCK_B
+    )
+    if first >= num_queries:
+        return
+    start_k, num_keys = 0, 0
+    if sequence < num_sequences:
+        start_k = tl.load(cu_seqlens_k_ptr + sequence)
+        num_keys = tl.load(cu_seqlens_k_ptr + sequence + 1) - start_k
+    query = first + tl.arange(0, BLOCK_Q)
+    q = head_rows(q_ptr, start_q, query, num_queries, q_row, q_head, D, BLOCK_D)
+    peak = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    out = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    low, high = 0, num_keys
+    if WINDOW:
+        low = tl.maximum(0, first - left) // BLOCK_K * BLOCK_K
+        high = tl.minimum(num_keys, first + BLOCK_Q + right)
+    for first_key in range(low, high, BLOCK_K):
+        key = first_key + tl.arange(0, BLOCK_K)
+        k = head_rows(k_ptr, start_k, key, num_keys, k_row, k_head, D, BLOCK_D)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (softmax_scale * LOG2_E)
+        scores = tl.where(seen(query, key, num_keys, left, right, WINDOW), scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        # Rows that have seen no key yet keep finite exponents.
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(peak - base)
+        total = total * shrink + tl.sum(weights, 1)
+        if DROPOUT:
+            # Both as int64: with 2^32 heads the words of the stream would overlap.
+            place = tl.cast(sequence, tl.int64) * num_heads + head
+            keep = keep_scores(
+                rng_state_ptr, first, first_key, place, threshold, site, BLOCK_Q, BLOCK_K
+            )
+            weights = tl.where(keep, weights, 0.0)
+        v = head_rows(v_ptr, start_k, key, num_keys, v_row, v_head, D, BLOCK_D)
+        out = out * shrink[:, None]
+        out = tl.dot(weights.to(v.dtype), v, out, input_precision=PRECISION)
+        peak = new_peak
+    blind = total == 0.0
+    total = tl.where(blind, 1.0, total)
+    factor = tl.where(blind, 0.0, dropout_scale / total)
+    row_step = num_heads * D
+    store_head_rows(
+        out_ptr, out * factor[:, None], start_q, query, num_queries, row_step, D, D, BLOCK_D
+    )
+    lse = tl.where(blind, float("-inf"), (peak + tl.log2(total)) * LN_2)
+    at = head.to(tl.int64) * num_rows_q + start_q + query
+    tl.store(lse_ptr + at, lse, mask=query < num_queries)
+
+
+@triton.jit
+def probabilities(scores, lse, visible):
+    """exp(scores - lse), scores and lse in powers of two; 0 where nothing is seen."""
+    finite = tl.where(lse == float("-inf"), 0.0, lse)
+    return tl.where(visible, tl.exp2(scores - finite[:, None]), 0.0)
+
+
+@triton.jit(do_not_specialize=["threshold", "site"])
+def _attention_bwd_dq_kernel(
+    dout_ptr,  # (Tq, N, D), contiguous
+    q_ptr,  # (Tq, N, D)
+    k_ptr,  # (Tk, N, D)
+    v_ptr,  # (Tk, N, D)
+    out_ptr,  # (Tq, N, D), contiguous
+    lse_ptr,  # fp32 (N, Tq)
+    dq_ptr,  # (Tq, N, D)
+    delta_ptr,  # fp32 (N, Tq): the row sums of P·dP, for the other kernel
+    cu_seqlens_q_ptr,  # int32 (B + 1,)
+    cu_seqlens_k_ptr,  # int32 (B + 1,)
+    rng_state_ptr,  # int64 (2,), unread without DROPOUT
+    num_sequences,
+    num_rows_q,
+    num_heads,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    dq_row,
+    dq_head,
+    softmax_scale,
+    left,
+    right,
+    threshold,
+    dropout_scale,
+    site,
+    WINDOW: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    head = tl.program_id(1)
+    sequence, start_q, num_queries, first = find_block(
+        cu_seqlens_q_ptr, num_sequences, num_rows_q, BLOCK_Q, BLOCK_B
+    )
+    if first >= num_queries:
+        return
+    start_k, num_keys = 0, 0
+    if sequence < num_sequences:
+        start_k = tl.load(cu_seqlens_k_ptr + sequence)
+        num_keys = tl.load(cu_seqlens_k_ptr + sequence + 1) - start_k
+    query = first + tl.arange(0, BLOCK_Q)
+    row_step = num_heads * D
+    q = head_rows(q_ptr, start_q, query, num_queries, q_row, q_head, D, BLOCK_D)
+    dout = head_rows(dout_ptr, start_q, query, num_queries, row_step, D, D, BLOCK_D)
+    out = head_rows(out_ptr, start_q, query, num_queries, row_step, D, D, BLOCK_D)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    at = head.to(tl.int64) * num_rows_q + start_q + query
+    tl.store(delta_ptr + at, delta, mask=query < num_queries)
+    lse = tl.load(lse_ptr + at, mask=query < num_queries, other=float("-inf")) * LOG2_E
+    dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    low, high = 0, num_keys
+    if WINDOW:
+        low = tl.maximum(0, first - left) // BLOCK_K * BLOCK_K
+        high = tl.minimum(num_keys, first + BLOCK_Q + right)
+    for first_key in range(low, high, BLOCK_K):
+        key = first_key + tl.arange(0, BLOCK_K)
+        k = head_rows(k_ptr, start_k, key, num_keys, k_row, k_head, D, BLOCK_D)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (softmax_scale * LOG2_E)
+        weights = probabilities(scores, lse, seen(query, key, num_keys, left, right, WINDOW))
+        v = head_rows(v_ptr, start_k, key, num_keys, v_row, v_head, D, BLOCK_D)
+        dweights = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+        if DROPOUT:
+            place = tl.cast(sequence, tl.int64) * num_heads + head
+            keep = keep_scores(
+                rng_state_ptr, first, first_key, place, threshold, site, BLOCK_Q, BLOCK_K
+            )
+            dweights = tl.where(keep, dweights * dropout_scale, 0.0)
+        dscores = weights * (dweights - delta[:, None])
+        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
+    store_head_rows(
+        dq_ptr, dq * softmax_scale, start_q, query, num_queries, dq_row, dq_head, D, BLOCK_D
+    )
+
+
+@triton.jit(do_not_specialize=["threshold", "site"])
+def _attention_bwd_dkv_kernel(
+    dout_ptr,  # (Tq, N, D), contiguous
+    q_ptr,  # (Tq, N, D)
+    k_ptr,  # (Tk, N, D)
+    v_ptr,  # (Tk, N, D)
+    lse_ptr,  # fp32 (N, Tq)
+    delta_ptr,  # fp32 (N, Tq)
+    dk_ptr,  # (Tk, N, D)
+    dv_ptr,  # (Tk, N, D)
+    cu_seqlens_q_ptr,  # int32 (B + 1,)
+    cu_seqlens_k_ptr,  # int32 (B + 1,)
+    rng_state_ptr,  # int64 (2,), unread without DROPOUT
+    num_sequences,
+    num_rows_q,
+    num_rows_k,
+    num_heads,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    dk_row,
+    dk_head,
+    softmax_scale,
+    left,
+    right,
+    threshold,
+    dropout_scale,
+    site,
+    WINDOW: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    head = tl.program_id(1)
+    sequence, start_k, num_keys, first_key = find_block(
+        cu_seqlens_k_ptr, num_sequences, num_rows_k, BLOCK_K, BLOCK_B
+    )
+    if first_key >= num_keys:
+        return
+    start_q, num_queries = 0, 0
+    if sequence < num_sequences:
+        start_q = tl.load(cu_seqlens_q_ptr + sequence)
+        num_queries = tl.load(cu_seqlens_q_ptr + sequence + 1) - start_q
+    key = first_key + tl.arange(0, BLOCK_K)
+    k = head_rows(k_ptr, start_k, key, num_keys, k_row, k_head, D, BLOCK_D)
+    v = head_rows(v_ptr, start_k, key, num_keys, v_row, v_head, D, BLOCK_D)
+    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    low, high = 0, num_queries
+    if WINDOW:
+        low = tl.maximum(0, first_key - right) // BLOCK_Q * BLOCK_Q
+        high = tl.minimum(num_queries, first_key + BLOCK_K + left)
+    for first in range(low, high, BLOCK_Q):
+        query = first + tl.arange(0, BLOCK_Q)
+        q = head_rows(q_ptr, start_q, query, num_queries, q_row, q_head, D, BLOCK_D)
+        dout = head_rows(dout_ptr, start_q, query, num_queries, num_heads * D, D, D, BLOCK_D)
+        at = head.to(tl.int64) * num_rows_q + start_q + query
+        lse = tl.load(lse_ptr + at, mask=query < num_queries, other=float("-inf")) * LOG2_E
+        delta = tl.load(delta_ptr + at, mask=query < num_queries, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (softmax_scale * LOG2_E)
+        weights = probabilities(scores, lse, seen(query, key, num_keys, left, right, WINDOW))
+        dweights = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+        dropped = weights
+        if DROPOUT:
+            place = tl.cast(sequence, tl.int64) * num_heads + head
+            keep = keep_scores(
+                rng_state_ptr, first, first_key, place, threshold, site, BLOCK_Q, BLOCK_K
+            )
+            dropped = tl.where(keep, weights * dropout_scale, 0.0)
+            dweights = tl.where(keep, dweights * dropout_scale, 0.0)
+        dv = tl.dot(tl.trans(dropped.to(v.dtype)), dout, dv, input_precision=PRECISION)
+        dscores = weights * (dweights - delta[:, None])
+        dk = tl.dot(tl.trans(dscores.to(k.dtype)), q, dk, input_precision=PRECISION)
+    store_head_rows(
+        dk_ptr, dk * softmax_scale, start_k, key, num_keys, dk_row, dk_head, D, BLOCK_D
+    )
+    store_head_rows(dv_ptr, dv, start_k, key, num_keys, dk_row, dk_head, D, BLOCK_D)
+
+
+def blocks(head_dim: int, dtype: torch.dtype, backward: bool) -> dict[str, int]:
+    """Tile sizes, warps and stages. Head dims are covered by the next power of two; fp32, whose
+    products run on ordinary cores, takes smaller tiles."""
+    block_d = max(16, block_of(head_dim, 128))
+    if dtype == torch.float32:
+        size = {"BLOCK_Q": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
+    elif backward:
+        size = {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2}
+    else:
+        size = {"BLOCK_Q": 128, "BLOCK_K": 64, "num_warps": 8 if block_d > 64 else 4}
+        size["num_stages"] = 3
+    return {**size, "BLOCK_D": block_d, "BLOCK_B": BLOCK_B}
+
+
+def _settings(q, softmax_scale, window, dropout_p, site, rng_state, backward):
+    """Scalars and compile-time constants the three kernels share."""
+    threshold, scale = dropout_settings(dropout_p)
+    bounds = [NO_BOUND if side < 0 else min(side, NO_BOUND) for side in window or (-1, -1)]
+    scalars = (softmax_scale, *bounds, threshold, scale, site)
+    constants = {
+        "WINDOW": window is not None and min(bounds) < NO_BOUND,
+        "DROPOUT": threshold > 0,
+        "PRECISION": "ieee",
+        "D": q.shape[-1],
+        **blocks(q.shape[-1], q.dtype, backward),
+    }
+    return scalars, constants
+
+
+def _with_contiguous_heads(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
+
+
+def _steps(*tensors: torch.Tensor) -> list[int]:
+    return [t.stride(i) for t in tensors for i in range(2)]
+
+
+def attention_fwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    window: list[int] | None,
+    dropout_p: float,
+    site: int,
+    rng_state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launches the forward; arguments and results as the op `attention_fwd`."""
+    q, k, v = _with_contiguous_heads(q, k, v)
+    num_rows, num_heads, _ = q.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_empty((num_heads, num_rows), dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    scalars, constants = _settings(q, softmax_scale, window, dropout_p, site, rng_state, False)
+    num_sequences = cu_seqlens_q.shape[0] - 1
+    with on_device(q):
+        _attention_fwd_kernel[(num_rows // constants["BLOCK_Q"] + num_sequences + 1, num_heads)](
+            q,
+            k,
+            v,
+            out,
+            lse,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            cu_seqlens_q if rng_state is None else rng_state,
+            num_sequences,
+            num_rows,
+            num_heads,
+            *_steps(q, k, v),
+            *scalars,
+            **constants,
+        )
+    return out, lse
+
+
+def attention_bwd(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    *options,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launches the backward; arguments and results as the op `attention_bwd`."""
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    _backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, *options)
+    return dq, dk, dv
+
+
+def attention_packed_qkv_bwd(
+    dout: torch.Tensor,
+    qkv: torch.Tensor,
+    num_heads: int,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    *options,
+) -> torch.Tensor:
+    """Launches the backward into one tensor; as the op `attention_packed_qkv_bwd`."""
+    dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    parts = [t.unflatten(-1, (3, num_heads, -1)).unbind(1) for t in (qkv, dqkv)]
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    _backward(dout, *parts[0], out, softmax_lse, *parts[1], *lengths, *options)
+    return dqkv
+
+
+def _backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dq,
+    dk,
+    dv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    *options,
+):
+    """Fills dq, dk and dv, of which the last two have the same strides."""
+    q, k, v = _with_contiguous_heads(q, k, v)
+    dout, out = dout.contiguous(), out.contiguous()
+    num_heads = q.shape[1]
+    scalars, constants = _settings(q, *options, True)
+    rng_state = options[-1]
+    num_sequences = cu_seqlens_q.shape[0] - 1
+    delta = torch.empty_like(softmax_lse)
+    lengths = (
+        cu_seqlens_q,
+        cu_seqlens_k,
+        cu_seqlens_q if rng_state is None else rng_state,
+        num_sequences,
+    )
+    steps = _steps(q, k, v)
+    with on_device(q):
+        if q.numel() > 0:
+            slots = q.shape[0] // constants["BLOCK_Q"] + num_sequences + 1
+            _attention_bwd_dq_kernel[(slots, num_heads)](
+                dout,
+                q,
+                k,
+                v,
+                out,
+                softmax_lse,
+                dq,
+                delta,
+                *lengths,
+                q.shape[0],
+                num_heads,
+                *steps,
+                *_steps(dq),
+                *scalars,
+                **constants,
+            )
+        if k.numel() > 0:
+            slots = k.shape[0] // constants["BLOCK_K"] + num_sequences + 1
+            _attention_bwd_dkv_kernel[(slots, num_heads)](
+                dout,
+                q,
+                k,
+                v,
+                softmax_lse,
+                delta,
+                dk,
+                dv,
+                *lengths,
+                q.shape[0],
+                k.shape[0],
+                num_heads,
+                *steps,
+                *_steps(dk),
+                *scalars,
+                **constants,
+            )
