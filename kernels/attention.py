@@ -45,9 +45,7 @@ def find_block(cu_seqlens_ptr, num_sequences, num_rows, BLOCK: tl.constexpr, BLO
 
 
 @triton.jit
-def head_rows(
-    ptr, start, row, length, row_step, head_step, D: tl.constexpr, BLOCK_D: tl.constexpr
-):
+def head_rows(ptr, start, row, length, row_step, head_step, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows `start + row` of one head `(rows, BLOCK_D)`; zeros beyond the length and beyond D."""
     d = tl.arange(0, BLOCK_D)
     inside = (row < length)[:, None] & (d < D)[None, :]
@@ -332,9 +330,7 @@ def _attention_bwd_dkv_kernel(
         dv = tl.dot(tl.trans(dropped.to(v.dtype)), dout, dv, input_precision=PRECISION)
         dscores = weights * (dweights - delta[:, None])
         dk = tl.dot(tl.trans(dscores.to(k.dtype)), q, dk, input_precision=PRECISION)
-    store_head_rows(
-        dk_ptr, dk * softmax_scale, start_k, key, num_keys, dk_row, dk_head, D, BLOCK_D
-    )
+    store_head_rows(dk_ptr, dk * softmax_scale, start_k, key, num_keys, dk_row, dk_head, D, BLOCK_D)
     store_head_rows(dv_ptr, dv, start_k, key, num_keys, dk_row, dk_head, D, BLOCK_D)
 
 

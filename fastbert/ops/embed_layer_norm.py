@@ -103,11 +103,21 @@ def _bwd_with_mask(*args):
     return embed_layer_norm_bwd_reference(*tensors, padding_idx, threshold, keep, needs)
 
 
+def _fwd_triton(*args):
+    from fastbert.kernels.embed_layer_norm import embed_layer_norm_fwd
+
+    token_type_ids = args[1]
+    flag = None
+    if index_flags.must_not_wait(token_type_ids):
+        flag = index_flags.flag_of(token_type_ids.device)
+    return embed_layer_norm_fwd(*args, flag)
+
+
 def _fwd_kernel_reasons(*args) -> list[str]:
     words, *tables = args[3:6] if args[9] is None else (args[9], *args[4:6])
     reasons = dtype_reasons(words=words) + width_reasons(words)
     if any(table.dtype != words.dtype for table in tables):
-        reasons.append("the tables differ in dtype, the C++ kernel takes one")
+        reasons.append("the tables differ in dtype, the kernels take one")
     return reasons
 
 
@@ -125,8 +135,9 @@ embed_layer_norm_fwd = dispatch.register_op(
     room="embed_layer_norm",
     fake=_fwd_fake,
     reference=_fwd_with_mask,
+    triton="fastbert.ops.embed_layer_norm:_fwd_triton",
     cpu=True,
-    not_supported={"cpu": _fwd_kernel_reasons},
+    not_supported={"cpu": _fwd_kernel_reasons, "triton": _fwd_kernel_reasons},
 )
 embed_layer_norm_bwd = dispatch.register_op(
     "embed_layer_norm_bwd",
@@ -138,8 +149,9 @@ embed_layer_norm_bwd = dispatch.register_op(
     room="embed_layer_norm",
     fake=_bwd_fake,
     reference=_bwd_with_mask,
+    triton="fastbert.kernels.embed_layer_norm:embed_layer_norm_bwd",
     cpu=True,
-    not_supported={"cpu": _bwd_kernel_reasons},
+    not_supported={"cpu": _bwd_kernel_reasons, "triton": _bwd_kernel_reasons},
 )
 
 

@@ -16,11 +16,16 @@ def must_not_wait(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
+def flag_of(device: torch.device) -> torch.Tensor:
+    """The device's flag, int64 `()`, for whoever may have to set it."""
+    if device not in _flags:
+        _flags[device] = torch.zeros((), dtype=torch.int64, device=device)
+    return _flags[device]
+
+
 def clamped(ids: torch.Tensor, rows: int) -> torch.Tensor:
     """`ids` within [0, rows), the device's flag set where one was not."""
-    flag = _flags.get(ids.device)
-    if flag is None:
-        flag = _flags[ids.device] = torch.zeros((), dtype=torch.int64, device=ids.device)
+    flag = flag_of(ids.device)
     flag |= ((ids < 0) | (ids >= rows)).any()
     return ids.clamp(0, rows - 1)
 

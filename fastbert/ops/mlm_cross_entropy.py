@@ -65,6 +65,20 @@ def _bwd_checked(dloss, hidden, weight, bias, labels, lse, ignore_index, *option
     )
 
 
+def _fwd_triton(hidden, weight, bias, labels, ignore_index, *options):
+    from fastbert.kernels.mlm_cross_entropy import mlm_cross_entropy_fwd
+
+    labels = _within_vocabulary(labels, weight.shape[0], ignore_index)
+    return mlm_cross_entropy_fwd(hidden, weight, bias, labels, ignore_index, *options)
+
+
+def _bwd_triton(dloss, hidden, weight, bias, labels, lse, ignore_index, *options):
+    from fastbert.kernels.mlm_cross_entropy import mlm_cross_entropy_bwd
+
+    labels = _within_vocabulary(labels, weight.shape[0], ignore_index)
+    return mlm_cross_entropy_bwd(dloss, hidden, weight, bias, labels, lse, ignore_index, *options)
+
+
 def _fwd_kernel_reasons(hidden, weight, *_) -> list[str]:
     return dtype_reasons(hidden=hidden, weight=weight)
 
@@ -81,8 +95,9 @@ mlm_cross_entropy_fwd = dispatch.register_op(
     room="mlm_cross_entropy",
     fake=_fwd_fake,
     reference=_fwd_checked,
+    triton="fastbert.ops.mlm_cross_entropy:_fwd_triton",
     cpu=True,
-    not_supported={"cpu": _fwd_kernel_reasons},
+    not_supported={"cpu": _fwd_kernel_reasons, "triton": _fwd_kernel_reasons},
 )
 mlm_cross_entropy_bwd = dispatch.register_op(
     "mlm_cross_entropy_bwd",
@@ -92,8 +107,9 @@ mlm_cross_entropy_bwd = dispatch.register_op(
     room="mlm_cross_entropy",
     fake=_bwd_fake,
     reference=_bwd_checked,
+    triton="fastbert.ops.mlm_cross_entropy:_bwd_triton",
     cpu=True,
-    not_supported={"cpu": _bwd_kernel_reasons},
+    not_supported={"cpu": _bwd_kernel_reasons, "triton": _bwd_kernel_reasons},
 )
 
 

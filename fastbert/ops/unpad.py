@@ -20,6 +20,7 @@ unpad_op = dispatch.register_op(
     room="unpad",
     fake=_unpad_fake,
     reference=unpad_reference,
+    triton="fastbert.kernels.unpad:unpad",
     cpu=True,
 )
 pad_op = dispatch.register_op(
@@ -28,6 +29,7 @@ pad_op = dispatch.register_op(
     room="unpad",
     fake=_pad_fake,
     reference=pad_reference,
+    triton="fastbert.kernels.unpad:pad",
     cpu=True,
 )
 

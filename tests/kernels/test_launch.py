@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fastbert.kernels import bias_gelu, philox
+from fastbert.kernels import bias_gelu, embed_layer_norm, mlm_cross_entropy, philox
 
 from fastbert.reference.bias_gelu import bias_gelu_bwd_reference, bias_gelu_fwd_reference
 from fastbert.reference.philox import row_keep_mask_reference, score_keep_mask_reference
@@ -47,3 +47,37 @@ def test_deterministic_bias_gradient(device):
     bias = torch.randn(40, device=device)
     first, second = (bias_gelu.bias_gelu_bwd(dy, x, bias, "none")[1] for _ in range(2))
     assert_bitwise_equal(first, second, "dbias")
+
+
+def test_embed_layer_norm_flags_ids_outside_their_tables(device):
+    """Where the host must not look at ids they are clamped, and the flag says so."""
+    words, types, positions = (torch.randn(n, 12, device=device) for n in (9, 2, 5))
+    weight = torch.ones(12, device=device)
+    ids = torch.tensor([3, 8, 0], device=device)
+    place = torch.tensor([0, 4, 1], device=device)
+    kind = torch.tensor([0, 1, 1], device=device)
+    for wrong, clamped, expected in ((ids, ids, 0), (ids + 1, torch.tensor([4, 8, 1]), 1)):
+        flag = torch.zeros((), dtype=torch.int64, device=device)
+        options = (words, types, positions, weight, None, 1e-5, None, 0.0, 0, None, torch.float32)
+        y, _, _, _ = embed_layer_norm.embed_layer_norm_fwd(wrong, kind, place, *options, flag)
+        total = words[clamped.to(device)] + types[kind] + positions[place]
+        torch.testing.assert_close(y, torch.layer_norm(total, (12,), weight, None, 1e-5))
+        assert flag.item() == expected
+
+
+def test_mlm_cross_entropy_in_chunks(device, monkeypatch):
+    hidden, weight = torch.randn(11, 16, device=device), torch.randn(50, 16, device=device)
+    bias, dloss = torch.randn(50, device=device), torch.randn(11, device=device)
+    labels = torch.randint(50, (11,), device=device)
+    labels[2] = -100
+    runs = []
+    for most in (4 * 50, 1 << 20):
+        monkeypatch.setattr(mlm_cross_entropy, "MAX_LOGITS", most)
+        tensors, options = (hidden, weight, bias, labels), (-100, 0.1, 1e-3)
+        loss, lse = mlm_cross_entropy.mlm_cross_entropy_fwd(*tensors, *options)
+        gradients = mlm_cross_entropy.mlm_cross_entropy_bwd(
+            dloss, *tensors, lse, *options, True, True
+        )
+        runs.append((loss, lse, *gradients))
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
