@@ -12,6 +12,8 @@ floor(a + b) - floor(a) + 1 >= ceil(b), so the number of programs follows from t
 Slots that are left over have nothing to do, and those behind the last sequence clear idle rows.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -334,33 +336,60 @@ def _attention_bwd_dkv_kernel(
     store_head_rows(dv_ptr, dv, start_k, key, num_keys, dk_row, dk_head, D, BLOCK_D)
 
 
-def blocks(head_dim: int, dtype: torch.dtype, backward: bool) -> dict[str, int]:
-    """Tile sizes, warps and stages. Head dims are covered by the next power of two; fp32, whose
-    products run on ordinary cores, takes smaller tiles."""
+def blocks(head_dim: int, dtype: torch.dtype, kernel: str, major: int) -> dict[str, int]:
+    """Tile sizes, warps and stages, such that nothing is spilled.
+
+    Head dims are covered by the next power of two; fp32, whose products run on ordinary cores,
+    takes smaller tiles.
+
+    Args:
+        kernel: `fwd`, `bwd_dq` or `bwd_dkv`.
+        major: compute capability. The tensor cores of 9 and 10 read shared memory themselves, which
+            leaves registers for wider tiles.
+    """
     block_d = max(16, block_of(head_dim, 128))
+    small, wide = block_d <= 64, major in (9, 10)
     if dtype == torch.float32:
-        size = {"BLOCK_Q": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
-    elif backward:
-        size = {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2}
+        tile = (32, 32, 1 if kernel == "bwd_dkv" else 2)
+    elif kernel == "fwd":
+        tile = (64, 64 if wide or small else 32, 3 if small else 2 if wide else 1)
+    elif kernel == "bwd_dq":
+        tile = (64, 64 if wide and small else 32, 2 if small else 1)
     else:
-        size = {"BLOCK_Q": 128, "BLOCK_K": 64, "num_warps": 8 if block_d > 64 else 4}
-        size["num_stages"] = 3
-    return {**size, "BLOCK_D": block_d, "BLOCK_B": BLOCK_B}
+        tile = (64, 64, 2) if wide and small else (64, 32, 1)
+    sizes = zip(("BLOCK_Q", "BLOCK_K", "num_stages"), tile, strict=True)
+    warps = 8 if major == 10 and not small and kernel == "bwd_dkv" else 4
+    return {**dict(sizes), "num_warps": warps, "BLOCK_D": block_d, "BLOCK_B": BLOCK_B}
 
 
-def _settings(q, softmax_scale, window, dropout_p, site, rng_state, backward):
-    """Scalars and compile-time constants the three kernels share."""
+@functools.cache
+def _major(device: torch.device) -> int:
+    """Compute capability; that of Hopper in the interpreter, 0 for AMD."""
+    if device.type != "cuda":
+        return 9
+    return 0 if torch.version.hip else torch.cuda.get_device_capability(device)[0]
+
+
+def _settings(q, softmax_scale, window, dropout_p, site, rng_state):
+    """Scalars the three kernels share, and the compile-time constants of each by its name."""
     threshold, scale = dropout_settings(dropout_p)
     bounds = [NO_BOUND if side < 0 else min(side, NO_BOUND) for side in window or (-1, -1)]
     scalars = (softmax_scale, *bounds, threshold, scale, site)
-    constants = {
+    shared = {
         "WINDOW": window is not None and min(bounds) < NO_BOUND,
         "DROPOUT": threshold > 0,
         "PRECISION": "ieee",
         "D": q.shape[-1],
-        **blocks(q.shape[-1], q.dtype, backward),
     }
+
+    def constants(kernel: str) -> dict:
+        return {**shared, **blocks(q.shape[-1], q.dtype, kernel, _major(q.device))}
+
     return scalars, constants
+
+
+def _slots(rows: torch.Tensor, block: int, num_sequences: int) -> int:
+    return rows.shape[0] // block + num_sequences + 1
 
 
 def _with_contiguous_heads(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -392,10 +421,11 @@ def attention_fwd(
     lse = q.new_empty((num_heads, num_rows), dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
-    scalars, constants = _settings(q, softmax_scale, window, dropout_p, site, rng_state, False)
+    scalars, constants = _settings(q, softmax_scale, window, dropout_p, site, rng_state)
+    constants = constants("fwd")
     num_sequences = cu_seqlens_q.shape[0] - 1
     with on_device(q):
-        _attention_fwd_kernel[(num_rows // constants["BLOCK_Q"] + num_sequences + 1, num_heads)](
+        _attention_fwd_kernel[(_slots(q, constants["BLOCK_Q"], num_sequences), num_heads)](
             q,
             k,
             v,
@@ -467,7 +497,7 @@ def _backward(
     q, k, v = _with_contiguous_heads(q, k, v)
     dout, out = dout.contiguous(), out.contiguous()
     num_heads = q.shape[1]
-    scalars, constants = _settings(q, *options, True)
+    scalars, constants = _settings(q, *options)
     rng_state = options[-1]
     num_sequences = cu_seqlens_q.shape[0] - 1
     delta = torch.empty_like(softmax_lse)
@@ -480,7 +510,8 @@ def _backward(
     steps = _steps(q, k, v)
     with on_device(q):
         if q.numel() > 0:
-            slots = q.shape[0] // constants["BLOCK_Q"] + num_sequences + 1
+            dq_constants = constants("bwd_dq")
+            slots = _slots(q, dq_constants["BLOCK_Q"], num_sequences)
             _attention_bwd_dq_kernel[(slots, num_heads)](
                 dout,
                 q,
@@ -496,10 +527,11 @@ def _backward(
                 *steps,
                 *_steps(dq),
                 *scalars,
-                **constants,
+                **dq_constants,
             )
         if k.numel() > 0:
-            slots = k.shape[0] // constants["BLOCK_K"] + num_sequences + 1
+            dkv_constants = constants("bwd_dkv")
+            slots = _slots(k, dkv_constants["BLOCK_K"], num_sequences)
             _attention_bwd_dkv_kernel[(slots, num_heads)](
                 dout,
                 q,
@@ -516,5 +548,5 @@ def _backward(
                 *steps,
                 *_steps(dk),
                 *scalars,
-                **constants,
+                **dkv_constants,
             )

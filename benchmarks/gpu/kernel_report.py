@@ -1,163 +1,456 @@
-"""Compiles every Triton kernel ahead of time for GPUs that need not be there, and reports
-registers, spills and shared memory.
+"""Compiles every Triton kernel ahead of time for GPUs that need not be there, and reports what the
+machine code says: registers, spills, shared memory, occupancy, and the inner loop's instructions.
 
-    python benchmarks/gpu/kernel_report.py [--check] [--json PATH]
+    python benchmarks/gpu/kernel_report.py [--check] [--only attention] [--json PATH]
 
-`--check` fails where a kernel spills or passes its limits below. Needs triton and no GPU: Triton
-brings the assembler, whose resource report is read with cuobjdump.
+`--check` fails where a kernel spills, passes its limits or lacks the instructions named below.
+Needs triton and no GPU: Triton brings the assembler and cuobjdump. Every dtype is compiled for
+sm_90 with the shipped tiles, bf16 for the other targets.
+
+The last columns are the loop with the most tensor-core instructions (else the longest), for one
+pass of a block: cycles of the tensor cores, the special-function units and the fp32 lanes of one
+SM, by the rates in `MACHINES`. The largest bounds the loop. Of sm_100's tensor instructions the
+code does not tell the shapes: `-`.
 """
 
 import argparse
 import concurrent.futures
+import dataclasses
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "0"
 
-ARCHITECTURES = (80, 90, 100)
-DTYPES = ("fp32", "bf16", "fp16")
+CUDA_TARGETS = (90, 80, 89, 100, 120)
+HIP_TARGETS = ("gfx942",)
+DTYPES = ("bf16", "fp16", "fp32")
 
-_BIAS_GELU = {"ERF": True, "HAS_BIAS": True}
-_MASK = {"rng_state_ptr": "*i64", "threshold": "i32", "site": "i64"}
 
-# (module, kernel): pointer and scalar types, compile-time constants, most registers allowed.
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """One SM. Sizes: CUDA C++ Programming Guide, "Technical Specifications per Compute
+    Capability"; rates: its "Throughput of Native Arithmetic Instructions", and dense bf16 peaks of
+    the white papers of A100, RTX 4090, H100 and RTX 5090, over SMs and clock."""
+
+    shared_of_block: int
+    shared: int
+    threads: int
+    tensor_flops: int  # a cycle
+    fp32_results: int  # a cycle
+    special_results: int = 16  # a cycle
+
+
+MACHINES = {
+    80: Machine(163 << 10, 164 << 10, 2048, 2048, 64),
+    89: Machine(99 << 10, 100 << 10, 1536, 512, 128),
+    90: Machine(227 << 10, 228 << 10, 2048, 4096, 128),
+    100: Machine(227 << 10, 228 << 10, 2048, 8192, 128),
+    120: Machine(99 << 10, 100 << 10, 1536, 512, 128),
+}
+REGISTERS = 65536
+TILE = ("ROWS", "COLS", "PARTS", "STEP", "TABLE", "BLOCK_Q", "BLOCK_K", "BLOCK_D")
+
+INT64_POINTERS = {
+    "rng_state_ptr",
+    "sequences_ptr",
+    "indices_ptr",
+    "input_ids_ptr",
+    "token_type_ids_ptr",
+    "position_ids_ptr",
+    "flag_ptr",
+    "sorted_ids_ptr",
+    "order_ptr",
+    "ids_ptr",
+    "labels_ptr",
+}
+FLOAT_POINTERS = {
+    "partial_ptr",
+    "mean_ptr",
+    "rstd_ptr",
+    "lse_ptr",
+    "delta_ptr",
+    "loss_ptr",
+    "dloss_ptr",
+    "wide_dh_ptr",
+}
+INT32_POINTERS = {"cu_seqlens_q_ptr", "cu_seqlens_k_ptr"}
+FLOATS = {"eps", "dropout_scale", "softmax_scale", "label_smoothing", "z_loss"}
+# Multiples of 16 in every model, which Triton is told at each launch.
+DIVISIBLE = {"num_cols", "part_rows"} | {
+    f"{name}_{step}" for name in ("q", "k", "v", "dq", "dk") for step in ("row", "head")
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What is compiled, and what must be true of it.
+
+    Args:
+        constants: of a dtype's name and a target; tiles, warps and stages as shipped.
+        types: arguments whose types their names do not tell.
+        least_blocks: blocks of a kernel an SM of sm_90 must hold.
+        wide: 16-byte loads must be there (bf16 and fp32).
+        tensor_cores: HGMMA must be there on sm_90 for bf16 and fp16, and MMA elsewhere.
+    """
+
+    constants: Callable[[str, object], dict]
+    types: dict[str, str] = dataclasses.field(default_factory=dict)
+    least_blocks: int = 4
+    wide: bool = True
+    tensor_cores: bool = False
+
+
+def _tile(module: str, function: str, **constants) -> Callable[[str, object], dict]:
+    """Constants with the tile that `function` gives rows of 768 columns."""
+
+    def of(dtype: str, target) -> dict:
+        rows, cols, warps = getattr(_module(module), function)(768)
+        return {**constants, "ROWS": rows, "COLS": cols, "num_warps": warps}
+
+    return of
+
+
+def _attention(kernel: str, head_dim: int = 64) -> Callable[[str, object], dict]:
+    def of(dtype: str, target) -> dict:
+        import torch
+
+        names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+        major = 0 if target in HIP_TARGETS else target // 10
+        sizes = _module("attention").blocks(head_dim, names[dtype], kernel, major)
+        options = {"WINDOW": False, "DROPOUT": True, "PRECISION": "ieee", "D": head_dim}
+        return {**options, **sizes}
+
+    return of
+
+
+def _fixed(**constants) -> Callable[[str, object], dict]:
+    return lambda dtype, target: constants
+
+
+def _module(name: str):
+    return importlib.import_module(f"fastbert.kernels.{name}")
+
+
+_SUM = {"HAS_LINEAR_BIAS": True, "DROPOUT": True}
 KERNELS = {
-    ("philox", "_row_keep_mask_kernel"): (
-        {**_MASK, "mask_ptr": "*i8", "num_rows": "i32", "num_cols": "i32"},
-        {"ROWS": 8, "COLS": 256},
-        96,
+    ("common", "_sum_parts_kernel"): Kernel(
+        _fixed(VECTORS=3, PARTS=64, COLS=32),
+        {"first_ptr": "*T", "second_ptr": "*T", "third_ptr": "*T"},
     ),
-    ("philox", "_score_keep_mask_kernel"): (
-        {
-            **_MASK,
-            "sequences_ptr": "*i64",
-            "mask_ptr": "*i8",
-            "num_heads": "i32",
-            "seqlen_q": "i32",
-            "seqlen_k": "i32",
-        },
-        {"ROWS": 64, "COLS": 64},
-        168,
+    ("philox", "_row_keep_mask_kernel"): Kernel(
+        _fixed(ROWS=8, COLS=256), {"mask_ptr": "*i8"}, wide=False
     ),
-    ("bias_gelu", "_bias_gelu_fwd_kernel"): (
-        {"x_ptr": "*T", "bias_ptr": "*T", "y_ptr": "*T", "num_cols": "i32"},
-        {**_BIAS_GELU, "COLS": 1024},
-        64,
+    ("philox", "_score_keep_mask_kernel"): Kernel(
+        _fixed(ROWS=64, COLS=64), {"mask_ptr": "*i8"}, least_blocks=3, wide=False
     ),
-    ("bias_gelu", "_bias_gelu_bwd_kernel"): (
-        {
-            "dy_ptr": "*T",
-            "x_ptr": "*T",
-            "bias_ptr": "*T",
-            "dx_ptr": "*T",
-            "partial_ptr": "*fp32",
-            "num_rows": "i32",
-            "num_cols": "i32",
-        },
-        {**_BIAS_GELU, "ROWS": 64, "COLS": 512},
-        96,
+    ("bias_gelu", "_bias_gelu_fwd_kernel"): Kernel(_fixed(ERF=True, HAS_BIAS=True, COLS=1024)),
+    ("bias_gelu", "_bias_gelu_bwd_kernel"): Kernel(
+        _fixed(ERF=True, HAS_BIAS=True, COLS=512), wide=False
     ),
-    ("bias_gelu", "_sum_parts_kernel"): (
-        {"partial_ptr": "*fp32", "dbias_ptr": "*T", "parts": "i32", "num_cols": "i32"},
-        {"COLS": 512},
-        64,
+    ("add_layer_norm", "_add_layer_norm_fwd_kernel"): Kernel(
+        _tile(
+            "add_layer_norm", "row_block", **_SUM, HAS_RESIDUAL=True, HAS_BIAS=True, KEEP_SUM=True
+        )
+    ),
+    ("add_layer_norm", "_add_layer_norm_bwd_kernel"): Kernel(
+        _tile("add_layer_norm", "gradient_block", **_SUM, HAS_DH=True, WRITE_DX=True),
+    ),
+    ("embed_layer_norm", "_embed_layer_norm_fwd_kernel"): Kernel(
+        _tile(
+            "embed_layer_norm",
+            "row_block",
+            FROM_EMBEDS=False,
+            HAS_BIAS=True,
+            DROPOUT=True,
+            CHECK=True,
+        )
+    ),
+    ("embed_layer_norm", "_embed_layer_norm_bwd_kernel"): Kernel(
+        _tile("embed_layer_norm", "gradient_block", DROPOUT=True)
+    ),
+    ("embed_layer_norm", "_table_gradient_kernel"): Kernel(
+        _fixed(STEP=8, COLS=256), {"dh_ptr": "*fp32", "skipped": "i32"}
+    ),
+    ("embed_layer_norm", "_small_table_gradient_kernel"): Kernel(
+        _fixed(TABLE=8, COLS=256), {"dh_ptr": "*fp32", "skipped": "i32"}, wide=False
+    ),
+    ("unpad", "_unpad_kernel"): Kernel(_fixed(COLS=1024), {"x_ptr": "*i64", "y_ptr": "*i64"}),
+    ("unpad", "_pad_kernel"): Kernel(_fixed(COLS=1024), {"x_ptr": "*i64", "y_ptr": "*i64"}),
+    # Rows of 30,522 logits begin anywhere.
+    ("mlm_cross_entropy", "_mlm_cross_entropy_fwd_kernel"): Kernel(
+        _fixed(SMOOTH=True, COLS=2048), wide=False
+    ),
+    ("mlm_cross_entropy", "_mlm_cross_entropy_bwd_kernel"): Kernel(
+        _fixed(HAS_BIAS=True, COLS=1024), wide=False
+    ),
+    ("attention", "_attention_fwd_kernel"): Kernel(
+        _attention("fwd"), least_blocks=3, tensor_cores=True
+    ),
+    ("attention", "_attention_bwd_dq_kernel"): Kernel(
+        _attention("bwd_dq"), least_blocks=2, tensor_cores=True
+    ),
+    ("attention", "_attention_bwd_dkv_kernel"): Kernel(
+        _attention("bwd_dkv"), least_blocks=2, tensor_cores=True
     ),
 }
-SHARED_LIMIT = 48 * 1024
+# The same kernels with other tiles; fp32 left out, whose heads of 128 spill and are rare.
+WIDE_HEADS = {
+    name: dataclasses.replace(
+        KERNELS["attention", name], constants=_attention(kernel, 128), least_blocks=2
+    )
+    for kernel in ("fwd", "bwd_dq", "bwd_dkv")
+    for name in (f"_attention_{kernel}_kernel",)
+}
 
 
-def jobs() -> list[tuple[str, str, int, str]]:
-    """(module, kernel, architecture, dtype); kernels without a dtype of their own once."""
-    return [
-        (module, kernel, arch, dtype)
-        for (module, kernel), (types, _, _) in KERNELS.items()
-        for arch in ARCHITECTURES
-        for dtype in (DTYPES if "*T" in types.values() else ("-",))
+Job = tuple[str, str, Kernel, object, str]
+"""Module, name, kernel, target, dtype."""
+
+
+def jobs(only: str = "") -> list[Job]:
+    """Every dtype for the first target, bf16 for the others; heads of 128 in bf16."""
+    found = [
+        (module, name, kernel, target, dtype)
+        for (module, name), kernel in KERNELS.items()
+        for target in (*CUDA_TARGETS, *HIP_TARGETS)
+        for dtype in (DTYPES if target == CUDA_TARGETS[0] else DTYPES[:1])
     ]
+    found += [
+        ("attention", name, kernel, target, "bf16")
+        for name, kernel in WIDE_HEADS.items()
+        for target in CUDA_TARGETS
+    ]
+    return [job for job in found if only in job[1]]
 
 
-def compile_kernel(job: tuple[str, str, int, str]) -> dict:
+def argument_type(name: str, kernel: Kernel, dtype: str) -> str:
+    """Triton's name for an argument's type."""
+    if name in kernel.types:
+        return kernel.types[name].replace("T", dtype)
+    if not name.endswith("_ptr"):
+        return "fp32" if name in FLOATS else "i64" if name == "site" else "i32"
+    for names, kind in ((INT64_POINTERS, "i64"), (INT32_POINTERS, "i32"), (FLOAT_POINTERS, "fp32")):
+        if name in names:
+            return f"*{kind}"
+    return f"*{dtype}"
+
+
+def compile_number(index: int, only: str) -> dict:
+    """One row of the report; jobs hold functions, which do not travel between processes."""
+    return compile_kernel(jobs(only)[index])
+
+
+def compile_kernel(job: Job) -> dict:
     """One row of the report."""
-    import importlib
-
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    module, kernel, arch, dtype = job
-    types, constants, register_limit = KERNELS[module, kernel]
-    function = getattr(importlib.import_module(f"fastbert.kernels.{module}"), kernel)
-    signature = {name: kind.replace("T", dtype) for name, kind in types.items()}
-    signature = {name: signature.get(name, "constexpr") for name in function.arg_names}
-    source = ASTSource(function, signature=signature, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4})
-    registers, spilled = resource_usage(compiled.asm["cubin"])
+    module, name, kernel, target, dtype = job
+    function = getattr(_module(module), name)
+    constants = dict(kernel.constants(dtype, target))
+    options = {"num_warps": constants.pop("num_warps", 4)}
+    options["num_stages"] = constants.pop("num_stages", 3)
+    signature = {
+        n: "constexpr" if n in constants else argument_type(n, kernel, dtype)
+        for n in function.arg_names
+    }
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, n in enumerate(function.arg_names)
+        if n.endswith("_ptr") or n in DIVISIBLE
+    }
+    source = ASTSource(function, signature=signature, constexprs=constants, attrs=attributes)
+    row = {"kernel": name.strip("_").removesuffix("_kernel"), "dtype": dtype, **options}
+    row["tile"] = "x".join(str(v) for n, v in constants.items() if n in TILE)
+    if target in HIP_TARGETS:
+        compiled = triton.compile(source, target=GPUTarget("hip", target, 64), options=options)
+        return {**row, "target": target, **_amd_usage(compiled.asm["amdgcn"])}
+    compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    code = machine_code(compiled.asm["cubin"])
+    registers = resource_usage(compiled.asm["cubin"])
+    shared, threads = compiled.metadata.shared, 32 * options["num_warps"]
     return {
-        "kernel": kernel.strip("_").removesuffix("_kernel"),
-        "arch": f"sm_{arch}",
-        "dtype": dtype,
+        **row,
+        "target": f"sm_{target}",
         "registers": registers,
-        "register_limit": register_limit,
-        "spilled_bytes": spilled,
-        "shared_bytes": compiled.metadata.shared,
+        "spills": sum(code_count(code, opcode) for opcode in ("LDL", "STL")),
+        "shared_bytes": shared,
+        "blocks": blocks_per_sm(target, registers, shared, threads),
+        "wide_loads": sum(
+            1 for _, opcode, _ in code if opcode.startswith(("LDG", "LDGSTS")) and "128" in opcode
+        ),
+        "tensor": sum(code_count(code, opcode) for opcode in ("HGMMA", "HMMA", "UTCHMMA", "QMMA")),
+        "hgmma": code_count(code, "HGMMA"),
+        "loop": loop_cycles(code, target, options["num_warps"]),
     }
 
 
-def resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Registers a thread and bytes of local memory (spills) of the one kernel in a cubin."""
+def _amd_usage(text: str) -> dict:
+    """Registers, spills and shared memory from AMD's own metadata."""
+    found = {
+        key: int(re.search(rf"\.{name}:\s+(\d+)", text)[1])
+        for key, name in (
+            ("registers", "vgpr_count"),
+            ("spills", "vgpr_spill_count"),
+            ("shared_bytes", "group_segment_fixed_size"),
+        )
+    }
+    return {**found, "tensor": len(re.findall(r"\bv_mfma", text))}
+
+
+# --- reading machine code -------------------------------------------------------------------------
+
+Instruction = tuple[int, str, str]
+"""Address, opcode, operands."""
+
+
+def _cuobjdump(cubin: bytes, option: str) -> str:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run(
-            [cuobjdump(), "-res-usage", file.name], capture_output=True, text=True, check=True
+        return subprocess.run(
+            [str(tool), option, file.name], capture_output=True, text=True, check=True
         ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", text)
+
+
+def machine_code(cubin: bytes) -> list[Instruction]:
+    """The kernel's instructions in their order."""
+    pattern = re.compile(
+        r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)\s*([^;]*);", re.M
+    )
+    return [
+        (int(address, 16), opcode, operands)
+        for address, opcode, operands in pattern.findall(_cuobjdump(cubin, "-sass"))
+    ]
+
+
+def code_count(code: list[Instruction], opcode: str) -> int:
+    """How often an opcode, whatever its modifiers, stands in the code."""
+    return sum(1 for _, found, _ in code if found.split(".")[0] == opcode)
+
+
+def resource_usage(cubin: bytes) -> int:
+    """Registers a thread."""
+    text = _cuobjdump(cubin, "-res-usage")
+    found = re.search(r"REG:(\d+)", text)
     if found is None:
         raise RuntimeError(f"cuobjdump gave no resource usage:\n{text}")
-    return int(found[1]), int(found[2]) + int(found[3])
+    return int(found[1])
 
 
-def cuobjdump() -> str:
-    """The tool that comes with triton."""
-    import triton
+def blocks_per_sm(target: int, registers: int, shared: int, threads: int) -> int:
+    """Blocks an SM holds at once; registers are given out by 8 a thread, shared memory with 1 KiB
+    of the system's own."""
+    machine = MACHINES[target]
+    by_registers = REGISTERS // (max(1, -(-registers // 8) * 8) * threads)
+    return min(by_registers, machine.shared // (shared + 1024), machine.threads // threads, 32)
 
-    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+
+def loop_cycles(code: list[Instruction], target: int, num_warps: int) -> dict | None:
+    """Cycles one pass of the main loop takes of each unit of an SM; None without a loop."""
+    loops = []
+    for address, opcode, operands in code:
+        jump = re.search(r"0x([0-9a-f]+)", operands) if opcode.startswith("BRA") else None
+        if jump and int(jump[1], 16) < address:
+            loops.append([i for i in code if int(jump[1], 16) <= i[0] <= address])
+    if not loops:
+        return None
+    body = max(loops, key=lambda loop: (sum(_tensor_flops(i[1]) > 0 for i in loop), len(loop)))
+    opcodes = Counter(i[1].split(".")[0] for i in body)
+    flops = sum(_tensor_flops(i[1]) for i in body)
+    # A warpgroup issues HGMMA together, a warp every other instruction by itself.
+    issuers = num_warps / 4 if any(i[1].startswith("HGMMA") for i in body) else num_warps
+    lanes, machine = 32 * num_warps, MACHINES[target]
+    fp32 = sum(opcodes[o] for o in ("FFMA", "FMUL", "FADD", "FMNMX", "FSEL", "FSETP"))
+    unknown = any(i[1].startswith("UTC") for i in body)
+    return {
+        "tensor": "-" if unknown else round(flops * issuers / machine.tensor_flops),
+        "special": opcodes["MUFU"] * lanes // machine.special_results,
+        "fp32": fp32 * lanes // machine.fp32_results,
+        "instructions": len(body),
+    }
 
 
-def faults(row: dict) -> list[str]:
-    """What about this row is over its limits."""
-    name = f"{row['kernel']} {row['arch']} {row['dtype']}"
+def _tensor_flops(opcode: str) -> int:
+    """FLOP of one tensor-core instruction, from the shape in its name."""
+    shape = re.search(r"\.(\d+)x(\d+)x(\d+)", opcode)
+    if opcode.startswith("HGMMA") and shape:
+        m, n, k = (int(s) for s in shape.groups())
+        return 2 * m * n * k
+    shape = re.search(r"HMMA\.(\d\d?)(\d)(\d\d?)", opcode)
+    return 2 * int(shape[1]) * int(shape[2]) * int(shape[3]) if shape else 0
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+
+def faults(row: dict, kernel: Kernel) -> list[str]:
+    """What about this row is over its limits, or not there."""
+    name = f"{row['kernel']} {row['target']} {row['dtype']}"
     found = []
-    if row["spilled_bytes"]:
-        found.append(f"{name}: spills {row['spilled_bytes']} bytes")
-    if row["registers"] > row["register_limit"]:
-        found.append(f"{name}: {row['registers']} registers, limit {row['register_limit']}")
-    if row["shared_bytes"] > SHARED_LIMIT:
-        found.append(f"{name}: {row['shared_bytes']} bytes of shared memory, limit {SHARED_LIMIT}")
+    if row["spills"]:
+        found.append(f"{name}: {row['spills']} loads and stores of spilled registers")
+    if row["target"] in HIP_TARGETS:
+        return found
+    target = int(row["target"].removeprefix("sm_"))
+    limit = MACHINES[target].shared_of_block
+    if row["shared_bytes"] > limit:
+        found.append(f"{name}: {row['shared_bytes']} bytes of shared memory, limit {limit}")
+    if target == 90 and row["dtype"] != "fp32" and row["blocks"] < kernel.least_blocks:
+        found.append(f"{name}: {row['blocks']} blocks to an SM, wanted {kernel.least_blocks}")
+    if kernel.wide and not row["wide_loads"]:
+        found.append(f"{name}: no 16-byte loads")
+    if kernel.tensor_cores and row["dtype"] != "fp32" and not row["tensor"]:
+        found.append(f"{name}: no tensor-core instructions")
+    if kernel.tensor_cores and target == 90 and row["dtype"] != "fp32" and not row["hgmma"]:
+        found.append(f"{name}: no HGMMA")
     return found
+
+
+def table(rows: list[dict]) -> str:
+    """The rows as text."""
+    heads = ("warps", "regs", "spills", "shared", "blocks", "16-byte")
+    lines = [f"{'kernel':25}{'tile':11}{'target':8}{'dtype':5}" + "".join(f"{h:>8}" for h in heads)]
+    lines[0] += "  loop: tensor, special, fp32 cycles; instructions"
+    for row in rows:
+        keys = ("num_warps", "registers", "spills", "shared_bytes", "blocks", "wide_loads")
+        numbers = "".join(f"{row.get(key, '-'):>8}" for key in keys)
+        loop = row.get("loop")
+        tail = "  " + ", ".join(str(v) for v in loop.values()) if loop else ""
+        name = f"{row['kernel']:25}{row['tile']:11}{row['target']:8}{row['dtype']:5}"
+        lines.append(name + numbers + tail)
+    return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="fail where a limit is passed")
+    parser.add_argument("--only", default="", help="kernels whose names contain this")
     parser.add_argument("--json", type=Path, help="write the rows there")
     arguments = parser.parse_args()
+    work = jobs(arguments.only)
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool:
-        rows = list(pool.map(compile_kernel, jobs()))
-    print(f"{'kernel':24}{'arch':8}{'dtype':7}{'registers':>10}{'spilled':>9}{'shared':>8}")
-    for row in rows:
-        print(
-            f"{row['kernel']:24}{row['arch']:8}{row['dtype']:7}{row['registers']:>10}"
-            f"{row['spilled_bytes']:>9}{row['shared_bytes']:>8}"
-        )
+        rows = list(pool.map(compile_number, range(len(work)), [arguments.only] * len(work)))
+    print(table(rows))
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    wrong = [fault for row in rows for fault in faults(row)]
+    wrong = [
+        fault
+        for (_, _, kernel, _, _), row in zip(work, rows, strict=True)
+        for fault in faults(row, kernel)
+    ]
     print("\n".join(wrong), file=sys.stderr)
     return 1 if arguments.check and wrong else 0
 

@@ -48,15 +48,37 @@ def test_kernels_compile_within_their_limits():
 
 
 def test_report_finds_a_fault(report):
-    row = {
+    kernel = report.Kernel(lambda dtype, target: {}, tensor_cores=True)
+    fine = {
         "kernel": "k",
-        "arch": "sm_90",
-        "dtype": "fp32",
-        "registers": 100,
-        "register_limit": 96,
-        "spilled_bytes": 8,
-        "shared_bytes": 10**6,
+        "target": "sm_90",
+        "dtype": "bf16",
+        "registers": 96,
+        "spills": 0,
+        "shared_bytes": 1024,
+        "blocks": 4,
+        "wide_loads": 2,
+        "tensor": 8,
+        "hgmma": 8,
     }
-    assert len(report.faults(row)) == 3
-    fine = {**row, "registers": 96, "spilled_bytes": 0, "shared_bytes": 0}
-    assert report.faults(fine) == []
+    assert report.faults(fine, kernel) == []
+    wrong = {"spills": 3, "shared_bytes": 10**6, "blocks": 1, "wide_loads": 0, "hgmma": 0}
+    for key, value in wrong.items():
+        assert len(report.faults({**fine, key: value}, kernel)) == 1, key
+    assert len(report.faults({**fine, "tensor": 0, "hgmma": 0}, kernel)) == 2
+
+
+def test_report_counts_what_bounds_a_loop(report):
+    """64 x 64 x 64 on Hopper: half a million FLOP are 128 cycles of 4096."""
+    code = [(0, "MOV", "R0, R1 ")]
+    code += [(16 * i, "HGMMA.64x64x16.F32.BF16", "R8, gdesc[UR4], R8 ") for i in range(1, 5)]
+    code += [(80, "MUFU.EX2", "R2, R2 "), (96, "FFMA", "R2, R2, R3, R4 "), (112, "BRA", "0x10 ")]
+    assert report.loop_cycles(code, 90, 4) == {
+        "tensor": 128,
+        "special": 8,
+        "fp32": 1,
+        "instructions": 7,
+    }
+    assert report.loop_cycles(code[:-1], 90, 4) is None
+    assert report.blocks_per_sm(90, 128, 16 << 10, 128) == 4
+    assert report.blocks_per_sm(90, 32, 100 << 10, 128) == 2
