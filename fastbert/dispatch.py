@@ -11,6 +11,7 @@ A choice is bound to the context (`contextvars`): threads and async tasks do not
 
 import contextlib
 import contextvars
+import functools
 import importlib
 import logging
 import os
@@ -26,6 +27,7 @@ LIBRARY = torch.library.Library("fastbert", "DEF")
 
 BACKENDS = ("reference", "cpu", "triton", "cuda", "cuda_emulated")
 CANDIDATES = {"cpu": ("cpu", "reference"), "cuda": ("triton", "cuda", "reference")}
+OLDEST_CAPABILITY = (8, 0)
 SUBSTITUTE = "reference"
 """What an op runs under `use_backend(name)` when it has no file in the room `name`."""
 
@@ -248,7 +250,18 @@ def _triton_reasons(device: torch.device) -> list[str]:
         return ["Triton runs CPU tensors only in its interpreter (TRITON_INTERPRET=1)"]
     if device.type not in ("cpu", "cuda"):
         return [f"Triton kernels take CUDA tensors, got {device}"]
-    return []
+    return _capability_reasons(device) if device.type == "cuda" else []
+
+
+@functools.cache
+def _capability_reasons(device: torch.device) -> list[str]:
+    if torch.version.hip is not None:
+        return []
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= OLDEST_CAPABILITY:
+        return []
+    have, need = (".".join(map(str, c)) for c in (capability, OLDEST_CAPABILITY))
+    return [f"Triton kernels need compute capability {need} (bf16 tensor cores), this has {have}"]
 
 
 def _refusal(op, backend, device, args, reasons) -> str:

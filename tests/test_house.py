@@ -76,6 +76,7 @@ STANDARD = {
     "collections",
     "contextlib",
     "dataclasses",
+    "functools",
     "itertools",
     "math",
 }
@@ -127,7 +128,7 @@ def test_table_names_every_op():
 
 
 @pytest.mark.parametrize(
-    ("module", "path"), _sources(), ids=lambda v: v if isinstance(v, str) else ""
+    ("module", "path"), list(_sources()), ids=lambda v: v if isinstance(v, str) else ""
 )
 def test_imports_follow_the_arrows(module, path):
     room = _room_of(module)

@@ -1,17 +1,20 @@
-"""Everything that needs a GPU, in one run of about eight minutes, each part under its own limit.
+"""Everything that needs a GPU, in one run of about eight minutes, the most important first.
 
-    python benchmarks/gpu/run_all.py [--out DIR]
+    python benchmarks/gpu/run_all.py [--out DIR] [--dry-run]
 
-Runs the Triton kernels' tests on the device, the ops and models on CUDA tensors, and times the
-encoder and the masked-LM step beside transformers. A part that fails or runs out of time does not
-stop the next. Writes DIR/gpu_results.json and DIR/gpu_results.md; the latter is what
-docs/gpu_results.md records.
+Stages, each a process under a limit of its own, so that one that fails or hangs does not stop the
+next: parity of every kernel and model on the device, a memory check, kernels against torch (and
+flash-attn where installed), BERT-base and BERT-large against transformers, then against
+torch.compile. DIR/gpu_results.json is written after every stage and DIR/gpu_results.md, which
+docs/gpu_results.md records, at the end. Needs torch, triton, transformers, numpy and pytest.
+
+`--dry-run` walks every line on a CPU, in Triton's interpreter at toy sizes; its times mean nothing.
 """
 
 import argparse
 import json
 import os
-import statistics
+import shutil
 import subprocess
 import sys
 import time
@@ -20,127 +23,140 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+ME = str(Path(__file__).resolve())
+PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 # name: command, seconds allowed
-PARTS = {
-    "kernels": (["-m", "pytest", "-q", "tests/kernels"], 120),
-    "ops on CUDA": (["-m", "pytest", "-q", "tests/gpu"], 150),
-    "timing": ([__file__, "--timing"], 150),
+STAGES = {
+    "parity of kernels": ([*PYTEST, "tests/gpu/test_kernels_on_cuda.py"], 120),
+    "parity of launchers": ([*PYTEST, "tests/kernels/test_launch.py"], 60),
+    "parity of models": ([*PYTEST, "tests/gpu/test_models_on_cuda.py"], 60),
+    "kernels": ([ME, "--stage", "kernels"], 90),
+    "BERT-base": ([ME, "--stage", "base"], 60),
+    "BERT-large": ([ME, "--stage", "large"], 60),
+    "memory check": ([*PYTEST, "tests/kernels/test_launch.py"], 60),
+    "BERT-base compiled": ([ME, "--stage", "compiled"], 90),
 }
+TOTAL = 480
 
 
-def run_part(command: list[str], limit: int) -> dict:
-    """Exit status, seconds and the end of the output of one part."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "FASTBERT_TEST_DEVICE": "cuda"}
+def run_stage(name: str, limit: float, dry_run: bool) -> dict:
+    """Exit status, seconds, rows and the end of the output of one stage."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment["FASTBERT_TEST_DEVICE"] = "cpu" if dry_run else "cuda"
     environment.pop("TRITON_INTERPRET", None)
+    if dry_run:
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, *STAGES[name][0]]
+    if name == "memory check":
+        if dry_run or not Path(SANITIZER).exists():
+            return {"status": "skipped", "seconds": 0, "rows": [], "tail": f"no {SANITIZER}"}
+        command = [SANITIZER, "--error-exitcode", "3", *command]
     start = time.perf_counter()
     try:
         run = subprocess.run(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=limit,
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit
         )
         status, output = run.returncode, run.stdout + run.stderr
     except subprocess.TimeoutExpired as error:
-        status, output = "timeout", str(error.stdout or "")
+        status, output = "timeout", (error.stdout or b"").decode()
+    rows = [json.loads(line[4:]) for line in output.splitlines() if line.startswith("row ")]
     seconds = round(time.perf_counter() - start, 1)
-    return {"status": status, "seconds": seconds, "tail": output[-3000:]}
+    return {"status": status, "seconds": seconds, "rows": rows, "tail": output[-2000:]}
 
 
-def time_on_gpu(function, rounds: int = 20) -> float:
-    """Median milliseconds by CUDA events."""
-    for _ in range(3):
-        function()
-    times = []
-    for _ in range(rounds):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times)
+def timing_stage(stage: str) -> None:
+    """Prints the rows of one stage as they come."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.gpu import timings
+
+    device = torch.device(os.environ["FASTBERT_TEST_DEVICE"])
+    if device.type == "cpu":
+        from fastbert.testing.interpreter import patch_bf16_dot
+
+        patch_bf16_dot()
+    if stage == "kernels":
+        roof = timings.roofs(timings.Clock(device))
+        print("row " + json.dumps({"case": "roofs", **roof}), flush=True)
+        rows = timings.time_kernels(device, roof)
+    else:
+        size = "large" if stage == "large" else "base"
+        rows = timings.time_models(device, size, compiled=stage == "compiled")
+    for row in rows:
+        print("row " + json.dumps(row), flush=True)
 
 
-def timing() -> dict:
-    """Kernels against torch's, and models against transformers, bf16."""
-    from benchmarks.models.twins import padded, twins, with_labels
-    from benchmarks.shapes import BASE, RAGGED_32X128
-    from fastbert import use_backend
-    from fastbert.ops.bias_gelu import bias_gelu
-    from fastbert.ops.philox import row_keep_mask
-
-    x = torch.randn(16_384, 3072, device="cuda", dtype=torch.bfloat16)
-    bias = torch.randn(3072, device="cuda", dtype=torch.bfloat16)
-    state = torch.tensor([1, 2], device="cuda")
-    results = {}
-    with use_backend(bias_gelu="triton", philox="triton"):
-        results["bias_gelu"] = time_on_gpu(lambda: bias_gelu(x, bias, approximate="none"))
-        results["row_keep_mask"] = time_on_gpu(
-            lambda: row_keep_mask(state, 16_384, 3072, dropout_p=0.1, site=1)
+def page(results: dict) -> str:
+    """The results as Markdown."""
+    lines = [f"## {results['device']}, {results['date']}", ""]
+    lines += [", ".join(f"{k} {v}" for k, v in results["versions"].items()), ""]
+    for name, stage in results["stages"].items():
+        summary = stage["tail"].strip().splitlines()[-1:] if stage["status"] != 0 else []
+        lines.append(
+            f"- {name}: status {stage['status']}, {stage['seconds']} s {' '.join(summary)}"
         )
-    results["bias_gelu torch"] = time_on_gpu(lambda: torch.nn.functional.gelu(x + bias))
-    models = twins("BertForMaskedLM", BASE)
-    inputs = {k: v.cuda() for k, v in padded(RAGGED_32X128, BASE["vocab_size"]).items()}
-    labelled = with_labels({k: v.cpu() for k, v in inputs.items()})
-    labelled = {k: v.cuda() for k, v in labelled.items()}
-    for name, model in models.items():
-        model.cuda()
-
-        def forward(model=model):
-            with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
-                model.bert(**inputs)
-
-        def step(model=model):
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = model(**labelled).loss
-            loss.backward()
-            model.zero_grad(set_to_none=True)
-
-        results[f"forward ragged 32x128 {name}"] = time_on_gpu(forward)
-        model.train()
-        results[f"masked-LM step ragged 32x128 {name}"] = time_on_gpu(step)
-        model.eval()
-    return results
+    lines += ["", "| case | ms | of roof |", "|---|---|---|"]
+    for stage in results["stages"].values():
+        for row in stage["rows"]:
+            if row["case"] == "roofs":
+                rates = (
+                    f"copy {row['bytes'] / 1e12:.2f} TB/s, matmul {row['flops'] / 1e12:.0f} TFLOP/s"
+                )
+                lines.append(f"| measured roofs | {rates} | |")
+                continue
+            times = ", ".join(f"{k} {v}" for k, v in row["ms"].items())
+            lines.append(f"| {row['case']} | {times} | {row.get('of roof', '')} |")
+    return "\n".join(lines) + "\n"
 
 
-def write(results: dict, out: Path) -> None:
-    """The JSON and the page."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "gpu_results.json").write_text(json.dumps(results, indent=1) + "\n")
-    lines = [f"## {results['device']}, torch {results['torch']}, {results['date']}", ""]
-    for name, part in results["parts"].items():
-        lines.append(f"- {name}: status {part['status']}, {part['seconds']} s")
-    lines += ["", "```", *(p["tail"] for p in results["parts"].values()), "```", ""]
-    (out / "gpu_results.md").write_text("\n".join(lines))
+def versions() -> dict[str, str]:
+    """Of everything the figures depend on."""
+    import importlib.metadata
+
+    names = ("torch", "triton", "transformers", "flash-attn", "numpy")
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "absent"
+    return {**found, "CUDA": str(torch.version.cuda)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--timing", action="store_true", help="the timing part alone")
+    parser.add_argument("--stage", help="rows of one timing stage alone")
+    parser.add_argument("--dry-run", action="store_true")
     parser.add_argument(
-        "--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "benchmarks" / "results"))
+        "--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "build" / "gpu_results"))
     )
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("no CUDA device; this script is the part of the checks that needs one")
-        return 2
-    if arguments.timing:
-        print(json.dumps(timing(), indent=1))
+    if arguments.stage:
+        timing_stage(arguments.stage)
         return 0
+    if not arguments.dry_run and not torch.cuda.is_available():
+        print("no CUDA device; --dry-run walks the script on a CPU")
+        return 2
+    arguments.out.mkdir(parents=True, exist_ok=True)
     results = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
+        "device": "dry run" if arguments.dry_run else torch.cuda.get_device_name(),
         "date": time.strftime("%Y-%m-%d"),
-        "parts": {},
+        "versions": versions(),
+        "stages": {},
     }
-    for name, (command, limit) in PARTS.items():
-        results["parts"][name] = run_part(command, limit)
-        write(results, arguments.out)
-        print(f"{name}: {results['parts'][name]['status']}", flush=True)
-    return int(any(part["status"] != 0 for part in results["parts"].values()))
+    end = time.monotonic() + TOTAL
+    for name, (_, limit) in STAGES.items():
+        left = limit if arguments.dry_run else min(limit, end - time.monotonic())
+        if left < 10:
+            results["stages"][name] = {"status": "no time", "seconds": 0, "rows": [], "tail": ""}
+            continue
+        stage = results["stages"][name] = run_stage(name, left, arguments.dry_run)
+        (arguments.out / "gpu_results.json").write_text(json.dumps(results, indent=1) + "\n")
+        print(f"{name}: status {stage['status']}, {stage['seconds']} s", flush=True)
+        if stage["status"] not in (0, "skipped"):
+            print(stage["tail"], flush=True)
+    (arguments.out / "gpu_results.md").write_text(page(results))
+    return int(any(s["status"] not in (0, "skipped") for s in results["stages"].values()))
 
 
 if __name__ == "__main__":

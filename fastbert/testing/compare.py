@@ -149,6 +149,7 @@ def op_check(
         for k, v in inputs.items()
     }
     leaves = {k for k, v in rounded.items() if isinstance(v, torch.Tensor) and v.dtype == dtype}
+    device = next(rounded[key].device.type for key in leaves)
     runs = []
     for function, kind, strided in (
         (op, dtype, layout == "noncontiguous"),
@@ -160,9 +161,8 @@ def op_check(
             leaf = rounded[key].to(kind).clone()
             leaf = noncontiguous(leaf) if strided else leaf
             arguments[key] = leaf.detach().requires_grad_()
-        with torch.autocast(
-            "cpu", autocast, enabled=autocast is not None and kind != torch.float64
-        ):
+        narrow = autocast is not None and kind != torch.float64
+        with torch.autocast(device, autocast, enabled=narrow):
             outputs = function(**arguments)
         runs.append((arguments, outputs if isinstance(outputs, tuple) else (outputs,)))
     for index, (ours, oracle, plain) in enumerate(zip(*(r[1] for r in runs), strict=True)):
@@ -175,7 +175,7 @@ def op_check(
     for _, outputs in runs:
         torch.autograd.backward(
             [outputs[i] for i in chosen],
-            [g.to(dtype).to(outputs[i].dtype) for i, g in zip(chosen, grads, strict=True)],
+            [g.to(dtype).to(outputs[i]) for i, g in zip(chosen, grads, strict=True)],
         )
     for key in sorted(leaves):
         ours, oracle, plain = (arguments[key].grad for arguments, _ in runs)

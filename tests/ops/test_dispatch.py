@@ -11,7 +11,7 @@ import torch
 from fastbert import dispatch
 from fastbert.dispatch import use_backend
 from fastbert.ops.bias_gelu import bias_gelu, bias_gelu_fwd
-from fastbert.ops.unpad import unpad
+from fastbert.ops.linear import linear
 from fastbert.testing.counters import assert_ran
 
 X = torch.randn(4, 8)
@@ -24,8 +24,8 @@ def test_dispatch_binds_all_ops_or_one():
     with use_backend("triton"):
         with assert_ran("bias_gelu_fwd", "triton"):
             bias_gelu(X, approximate="none")
-        with assert_ran("unpad", "reference"):  # it has no Triton file: its substitute
-            unpad(X, torch.tensor([1]))
+        with assert_ran("linear_fwd", "reference"):  # it has no Triton file: its substitute
+            linear(X, X)
         with use_backend(bias_gelu="reference"), assert_ran("bias_gelu_fwd", "reference"):
             bias_gelu(X, approximate="none")
         with assert_ran("bias_gelu_fwd", "triton"):
@@ -54,7 +54,7 @@ def test_dispatch_unknown_names_raise():
     for arguments, keywords, message in (
         (("fast",), {}, "unknown backend 'fast'; known are auto, reference"),
         ((), {"bias_gleu": "cpu"}, "unknown op 'bias_gleu'; known are add_layer_norm"),
-        ((), {"unpad": "triton"}, "unpad has no triton implementation"),
+        ((), {"linear": "triton"}, "linear has no triton implementation"),
     ):
         with pytest.raises(ValueError, match=message), use_backend(*arguments, **keywords):
             pass
@@ -118,3 +118,18 @@ def test_dispatch_runs_without_autocast():
     """An implementation fixes its dtypes itself; autocast must not reach inside."""
     with torch.autocast("cpu", torch.bfloat16):
         assert bias_gelu_fwd(X, None, "none").dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("capability", "reasons"),
+    [((7, 5), ["Triton kernels need compute capability 8.0 (bf16 tensor cores), this has 7.5"])]
+    + [(c, []) for c in ((8, 0), (9, 0), (12, 0))],
+    ids=str,
+)
+def test_dispatch_refuses_old_gpus(monkeypatch, capability, reasons):
+    from fastbert import dispatch
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    dispatch._capability_reasons.cache_clear()
+    assert dispatch._triton_reasons(torch.device("cuda", 0)) == reasons
+    dispatch._capability_reasons.cache_clear()
