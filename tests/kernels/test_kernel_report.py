@@ -82,3 +82,14 @@ def test_report_counts_what_bounds_a_loop(report):
     assert report.loop_cycles(code[:-1], 90, 4) is None
     assert report.blocks_per_sm(90, 128, 16 << 10, 128) == 4
     assert report.blocks_per_sm(90, 32, 100 << 10, 128) == 2
+
+
+def test_roofline_page_is_what_its_script_prints():
+    run = subprocess.run(
+        [sys.executable, "benchmarks/gpu/roofline.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (ROOT / "docs" / "roofline.md").read_text() == run.stdout
