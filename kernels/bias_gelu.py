@@ -22,7 +22,7 @@ def _tanh_halves(u):
 
 
 @triton.jit
-def _gelu(u, ERF: tl.constexpr):
+def gelu(u, ERF: tl.constexpr):
     if ERF:
         return 0.5 * u * (1.0 + tl.erf(u * 0.7071067811865476))
     s, _ = _tanh_halves(u)
@@ -30,7 +30,7 @@ def _gelu(u, ERF: tl.constexpr):
 
 
 @triton.jit
-def _gelu_grad(u, ERF: tl.constexpr):
+def gelu_grad(u, ERF: tl.constexpr):
     if ERF:
         cdf = 0.5 * (1.0 + tl.erf(u * 0.7071067811865476))
         return cdf + u * 0.3989422804014327 * tl.exp(-0.5 * u * u)
@@ -62,7 +62,7 @@ def _bias_gelu_fwd_kernel(
     inside = column < num_cols
     offset = tl.program_id(0).to(tl.int64) * num_cols + column
     u = _preactivation(x_ptr, bias_ptr, offset, column, inside, HAS_BIAS)
-    tl.store(y_ptr + offset, _gelu(u, ERF).to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + offset, gelu(u, ERF).to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def _bias_gelu_bwd_kernel(
         offset = tl.cast(row, tl.int64) * num_cols + column
         u = _preactivation(x_ptr, bias_ptr, offset, column, inside, HAS_BIAS)
         dy = tl.load(dy_ptr + offset, mask=inside, other=0.0).to(tl.float32)
-        gradient = dy * _gelu_grad(u, ERF)
+        gradient = dy * gelu_grad(u, ERF)
         tl.store(dx_ptr + offset, gradient.to(dx_ptr.dtype.element_ty), mask=inside)
         total += gradient
     if HAS_BIAS:

@@ -31,7 +31,7 @@ TABLE = {
     "bias_gelu": (FILE, FILE, FILE, FILE, LATER, FILE, FILE),
     "embed_layer_norm": (FILE, FILE, FILE, FILE, LATER, FILE, FILE),
     "linear": (FILE, FILE, VENDOR, FILE, VENDOR, FILE, FILE),
-    "linear_gelu": (FILE, FILE, LATER, FILE, CUBLAS, FILE, FILE),
+    "linear_gelu": (FILE, FILE, FILE, FILE, CUBLAS, FILE, FILE),
     "mlm_cross_entropy": (FILE, FILE, FILE, FILE, LATER, FILE, FILE),
     "philox": (FILE, FILE, FILE, FILE, LATER, FILE, FILE),
     "unpad": (FILE, FILE, FILE, FILE, LATER, FILE, FILE),
@@ -62,6 +62,7 @@ ARROWS = {
         "fastbert.padding",
         "fastbert.reference",
     },
+    "fastbert.tune": {"fastbert.kernels", "fastbert.ops"},
     "fastbert.env": {"fastbert", "fastbert.dispatch", "fastbert.extension"},
     "fastbert.cli": set(),
     "fastbert.__main__": {"fastbert.cli"},
@@ -78,7 +79,10 @@ STANDARD = {
     "dataclasses",
     "functools",
     "itertools",
+    "json",
     "math",
+    "os",
+    "pathlib",
 }
 
 

@@ -7,10 +7,10 @@ machine code says: registers, spills, shared memory, occupancy, and the inner lo
 Needs triton and no GPU: Triton brings the assembler and cuobjdump. Every dtype is compiled for
 sm_90 with the shipped tiles, bf16 for the other targets.
 
-The last columns are the loop with the most tensor-core instructions (else the longest), for one
-pass of a block: cycles of the tensor cores, the special-function units and the fp32 lanes of one
-SM, by the rates in `MACHINES`. The largest bounds the loop. Of sm_100's tensor instructions the
-code does not tell the shapes: `-`.
+The last columns are the innermost loop with the most tensor-core instructions (else the longest
+loop), for one pass of a block: cycles of the tensor cores, the special-function units and the fp32
+lanes of one SM, by the rates in `MACHINES`. The largest bounds the loop. Of sm_100's tensor
+instructions the code does not tell the shapes: `-`.
 """
 
 import argparse
@@ -56,7 +56,7 @@ MACHINES = {
     120: Machine(99 << 10, 100 << 10, 1536, 512, 128),
 }
 REGISTERS = 65536
-TILE = ("ROWS", "COLS", "PARTS", "STEP", "TABLE", "BLOCK_Q", "BLOCK_K", "BLOCK_D")
+TILE = ("ROWS", "COLS", "DEPTH", "PARTS", "STEP", "TABLE", "BLOCK_Q", "BLOCK_K", "BLOCK_D")
 
 INT64_POINTERS = {
     "rng_state_ptr",
@@ -84,7 +84,7 @@ FLOAT_POINTERS = {
 INT32_POINTERS = {"cu_seqlens_q_ptr", "cu_seqlens_k_ptr"}
 FLOATS = {"eps", "dropout_scale", "softmax_scale", "label_smoothing", "z_loss"}
 # Multiples of 16 in every model, which Triton is told at each launch.
-DIVISIBLE = {"num_cols", "part_rows"} | {
+DIVISIBLE = {"num_cols", "part_rows", "depth"} | {
     f"{name}_{step}" for name in ("q", "k", "v", "dq", "dk") for step in ("row", "head")
 }
 
@@ -127,6 +127,18 @@ def _attention(kernel: str, head_dim: int = 64) -> Callable[[str, object], dict]
         sizes = _module("attention").blocks(head_dim, names[dtype], kernel, major)
         options = {"WINDOW": False, "DROPOUT": True, "PRECISION": "ieee", "D": head_dim}
         return {**options, **sizes}
+
+    return of
+
+
+def _matmul(**constants) -> Callable[[str, object], dict]:
+    def of(dtype: str, target) -> dict:
+        import torch
+
+        names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+        descriptors = target not in HIP_TARGETS and target >= 90
+        options = {"ERF": True, "HAS_BIAS": True, "DESCRIPTORS": descriptors, "PRECISION": "ieee"}
+        return {**options, **constants, **_module("linear_gelu").tiles(names[dtype])}
 
     return of
 
@@ -190,6 +202,12 @@ KERNELS = {
     ),
     ("mlm_cross_entropy", "_mlm_cross_entropy_bwd_kernel"): Kernel(
         _fixed(HAS_BIAS=True, COLS=1024), wide=False
+    ),
+    ("linear_gelu", "_linear_gelu_fwd_kernel"): Kernel(
+        _matmul(KEEP_PREACT=True), least_blocks=1, wide=False, tensor_cores=True
+    ),
+    ("linear_gelu", "_gelu_matmul_bwd_kernel"): Kernel(
+        _matmul(), least_blocks=1, wide=False, tensor_cores=True
     ),
     ("attention", "_attention_fwd_kernel"): Kernel(
         _attention("fwd"), least_blocks=3, tensor_cores=True
@@ -367,7 +385,7 @@ def loop_cycles(code: list[Instruction], target: int, num_warps: int) -> dict | 
             loops.append([i for i in code if int(jump[1], 16) <= i[0] <= address])
     if not loops:
         return None
-    body = max(loops, key=lambda loop: (sum(_tensor_flops(i[1]) > 0 for i in loop), len(loop)))
+    body = max(loops, key=_importance)
     opcodes = Counter(i[1].split(".")[0] for i in body)
     flops = sum(_tensor_flops(i[1]) for i in body)
     # A warpgroup issues HGMMA together, a warp every other instruction by itself.
@@ -381,6 +399,12 @@ def loop_cycles(code: list[Instruction], target: int, num_warps: int) -> dict | 
         "fp32": fp32 * lanes // machine.fp32_results,
         "instructions": len(body),
     }
+
+
+def _importance(loop: list[Instruction]) -> tuple[int, int]:
+    """Orders loops: by tensor-core instructions, the inner one first; else by length."""
+    tensor = sum(i[1].startswith(("HGMMA", "HMMA", "UTCHMMA")) for i in loop)
+    return tensor, -len(loop) if tensor else len(loop)
 
 
 def _tensor_flops(opcode: str) -> int:

@@ -92,8 +92,9 @@ linear_gelu_fwd = dispatch.register_op(
     room="linear_gelu",
     fake=_fwd_fake,
     reference=_fwd_composed,
+    triton="fastbert.kernels.linear_gelu:linear_gelu_fwd",
     cpu=True,
-    not_supported={"cpu": _fwd_kernel_reasons},
+    not_supported={"cpu": _fwd_kernel_reasons, "triton": _fwd_kernel_reasons},
 )
 linear_gelu_bwd = dispatch.register_op(
     "linear_gelu_bwd",
@@ -102,8 +103,9 @@ linear_gelu_bwd = dispatch.register_op(
     room="linear_gelu",
     fake=_bwd_fake,
     reference=_bwd_composed,
+    triton="fastbert.kernels.linear_gelu:linear_gelu_bwd",
     cpu=True,
-    not_supported={"cpu": _bwd_kernel_reasons},
+    not_supported={"cpu": _bwd_kernel_reasons, "triton": _bwd_kernel_reasons},
 )
 gelu_mlp_bwd = dispatch.register_op(
     "gelu_mlp_bwd",
@@ -113,8 +115,9 @@ gelu_mlp_bwd = dispatch.register_op(
     room="linear_gelu",
     fake=_mlp_bwd_fake,
     reference=_mlp_bwd_composed,
+    triton="fastbert.kernels.linear_gelu:gelu_mlp_bwd",
     cpu=True,
-    not_supported={"cpu": _mlp_bwd_kernel_reasons},
+    not_supported={"cpu": _mlp_bwd_kernel_reasons, "triton": _mlp_bwd_kernel_reasons},
 )
 
 

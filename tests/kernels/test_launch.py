@@ -1,12 +1,22 @@
 """Triton launchers: on the device of their tensors, in the interpreter where there is no GPU."""
 
+import json
+
 import pytest
 import torch
-from fastbert.kernels import bias_gelu, embed_layer_norm, mlm_cross_entropy, philox
+from fastbert.kernels import (
+    bias_gelu,
+    embed_layer_norm,
+    linear_gelu,
+    mlm_cross_entropy,
+    philox,
+    tuned,
+)
 
+from fastbert import tune
 from fastbert.reference.bias_gelu import bias_gelu_bwd_reference, bias_gelu_fwd_reference
 from fastbert.reference.philox import row_keep_mask_reference, score_keep_mask_reference
-from fastbert.testing.compare import assert_bitwise_equal
+from fastbert.testing.compare import assert_bitwise_equal, assert_close_to_oracle
 
 
 @pytest.mark.parametrize("form", ["none", "tanh"])
@@ -81,3 +91,72 @@ def test_mlm_cross_entropy_in_chunks(device, monkeypatch):
         runs.append((loss, lse, *gradients))
     for a, b in zip(*runs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "width", "inner"), [(300, 72, 264), (130, 40, 13), (1, 8, 8)])
+def test_fused_linear_gelu(device, rows, width, inner, dtype):
+    """More tiles than programs in each direction, with and without descriptors."""
+    inputs = {
+        "x": torch.randn(rows, width, device=device),
+        "weight": torch.randn(inner, width, device=device) * width**-0.5,
+        "bias": torch.randn(inner, device=device),
+    }
+    narrow = {k: v.to(dtype) for k, v in inputs.items()}
+    for form in ("none", "tanh"):
+        y, preact = linear_gelu.fused_fwd(*narrow.values(), form, True)
+        plain = torch.nn.functional.linear(*narrow.values())
+        oracle = torch.nn.functional.linear(*(t.double() for t in narrow.values()))
+        assert_close_to_oracle(preact, oracle, plain, "preact")
+        assert_close_to_oracle(
+            y,
+            torch.nn.functional.gelu(oracle, approximate=form),
+            torch.nn.functional.gelu(plain, approximate=form),
+            "y",
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "width", "inner"), [(300, 72, 264), (130, 40, 13), (1, 8, 8)])
+def test_fused_gelu_matmul_backward(device, rows, width, inner, dtype):
+    dout = torch.randn(rows, width, device=device).to(dtype)
+    weight = (torch.randn(width, inner, device=device) * width**-0.5).to(dtype)
+    preact = torch.randn(rows, inner, device=device).to(dtype)
+    bias = torch.zeros(inner, device=device, dtype=dtype)
+    dpreact, dbias = linear_gelu.fused_bwd(dout, weight, preact, bias, "none")
+    runs = []
+    for kind in (torch.float64, dtype):
+        u = preact.to(kind).requires_grad_()
+        torch.nn.functional.gelu(u).backward(dout.to(kind) @ weight.to(kind))
+        runs.append((u.grad, u.grad.sum(0)))
+    for ours, oracle, plain, name in zip((dpreact, dbias), *runs, ("du", "db"), strict=True):
+        assert_close_to_oracle(ours, oracle, plain, name, reduction_rows=rows)
+
+
+def test_fused_forms_follow_the_table(device, monkeypatch, tmp_path):
+    """Without an entry the unfused form runs; a broken file is named."""
+    x, weight = torch.randn(20, 16, device=device), torch.randn(24, 16, device=device)
+    called = []
+    monkeypatch.setattr(linear_gelu, "fused_fwd", lambda *a: called.append(a) or (x, x))
+    file = tmp_path / "tuned.json"
+    monkeypatch.setenv("FASTBERT_TUNED", str(file))
+    entry = tuned.key("linear_gelu_fwd", tuned.arch_of(device), x.dtype, 20, 24, 16)
+    assert "|32|24|16" in entry
+    for entries, fused in ((None, 0), ({entry: False}, 0), ({entry: True}, 1)):
+        if entries is not None:
+            file.write_text(json.dumps(entries))
+        tuned.table.cache_clear()
+        linear_gelu.linear_gelu_fwd(x, weight, None, None, "none", True)
+        assert len(called) == fused
+    file.write_text("{")
+    tuned.table.cache_clear()
+    with pytest.raises(ValueError, match="is not JSON"):
+        tuned.table()
+    monkeypatch.undo()
+    tuned.table.cache_clear()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is something to tune")
+def test_tune_without_a_gpu(capsys):
+    assert tune.main([]) == 2
+    assert "no CUDA device" in capsys.readouterr().out
