@@ -229,12 +229,27 @@ WIDE_HEADS = {
 }
 
 
+# Triton compiles a kernel apart where one of its integers is 1.
+ONES = ("num_rows", "num_rows_q", "num_rows_k", "num_sequences", "num_heads", "parts", "part_rows")
+
+
+def _with_ones(module: str, name: str) -> Kernel:
+    kernel = KERNELS[module, name]
+
+    def of(dtype: str, target) -> dict:
+        present = set(ONES) & set(getattr(_module(module), name).arg_names)
+        return {**kernel.constants(dtype, target), **dict.fromkeys(present, 1)}
+
+    return dataclasses.replace(kernel, constants=of, least_blocks=1, wide=False, tensor_cores=False)
+
+
 Job = tuple[str, str, Kernel, object, str]
 """Module, name, kernel, target, dtype."""
 
 
 def jobs(only: str = "") -> list[Job]:
-    """Every dtype for the first target, bf16 for the others; heads of 128 in bf16."""
+    """Every dtype for the first target, bf16 for the others; heads of 128, and integers of 1, in
+    bf16."""
     found = [
         (module, name, kernel, target, dtype)
         for (module, name), kernel in KERNELS.items()
@@ -245,6 +260,10 @@ def jobs(only: str = "") -> list[Job]:
         ("attention", name, kernel, target, "bf16")
         for name, kernel in WIDE_HEADS.items()
         for target in CUDA_TARGETS
+    ]
+    found += [
+        (module, name, _with_ones(module, name), CUDA_TARGETS[0], "bf16")
+        for module, name in KERNELS
     ]
     return [job for job in found if only in job[1]]
 
@@ -284,7 +303,7 @@ def compile_kernel(job: Job) -> dict:
     attributes = {
         (i,): [["tt.divisibility", 16]]
         for i, n in enumerate(function.arg_names)
-        if n.endswith("_ptr") or n in DIVISIBLE
+        if n not in constants and (n.endswith("_ptr") or n in DIVISIBLE)
     }
     source = ASTSource(function, signature=signature, constexprs=constants, attrs=attributes)
     row = {"kernel": name.strip("_").removesuffix("_kernel"), "dtype": dtype, **options}
