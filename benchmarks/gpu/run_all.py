@@ -146,7 +146,8 @@ def main() -> int:
     }
     end = time.monotonic() + TOTAL
     for name, (_, limit) in STAGES.items():
-        left = limit if arguments.dry_run else min(limit, end - time.monotonic())
+        # A CPU under load only has to get through.
+        left = 5 * limit if arguments.dry_run else min(limit, end - time.monotonic())
         if left < 10:
             results["stages"][name] = {"status": "no time", "seconds": 0, "rows": [], "tail": ""}
             continue
