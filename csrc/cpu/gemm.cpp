@@ -69,10 +69,10 @@ bool splits_fp32() {
   return on;
 }
 
-// Fp32 in splits only where every weight is ordinary.
+// Fp32 in splits only where every weight is fp32 and ordinary.
 Arithmetic arithmetic_of_source(const Source& s, Arithmetic wanted) {
   if (parts_of(wanted) == 1) return wanted;
-  if (s.dtype != Dtype::kFloat) return wanted;
+  if (s.dtype != Dtype::kFloat) return Arithmetic::kFloat;
   const Workspace flags(s.rows);
   uint8_t* ordinary = flags.as<uint8_t>();
   for_each_row_range(s.rows, s.columns, [&](int64_t begin, int64_t end) {

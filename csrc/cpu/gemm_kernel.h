@@ -173,15 +173,18 @@ FASTBERT_INLINE void emit_bf16(const uint16_t* x, int64_t ld, Layout layout, voi
   emit_halves(halves, layout, out);
 }
 
-// A block that needs no work before it is packed.
+// A block that is packed as it lies in memory; false where it has to be converted first.
 FASTBERT_INLINE bool emit_whole_block(const Source& s, Arithmetic arithmetic, Layout layout,
                                       int64_t at, void* out) {
-  if (s.dtype == Dtype::kBFloat16) {
-    emit_bf16(static_cast<const uint16_t*>(s.data) + at, s.ld, layout, out);
-  } else if (s.dtype == Dtype::kFloat) {
+  if (s.dtype == Dtype::kFloat) {
     emit_parts(arithmetic, static_cast<const float*>(s.data) + at, s.ld, layout, out);
+    return true;
   }
-  return s.dtype != Dtype::kHalf;
+  if (s.dtype == Dtype::kBFloat16 && parts_of(arithmetic) == 1) {
+    emit_bf16(static_cast<const uint16_t*>(s.data) + at, s.ld, layout, out);
+    return true;
+  }
+  return false;
 }
 
 #endif

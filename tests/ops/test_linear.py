@@ -66,6 +66,20 @@ def test_linear_autocast_keeps_the_weights_precision(backend):
     assert relative_l2(y, expected) < 2.0**-8
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_linear_narrow_weight(backend, dtype):
+    """An fp32 input meets a weight of half precision, whole blocks and an infinity among them."""
+    x, weight, dy = torch.randn(40, 64), torch.randn(96, 64).to(dtype), torch.randn(40, 96)
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    y = linear(*leaves)
+    dx, dweight = torch.autograd.grad(y, leaves, dy)
+    torch.testing.assert_close(y, x @ weight.float().t(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dx, dy @ weight.float(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(dweight, (dy.t() @ x).to(dtype), rtol=2**-7, atol=1e-4)
+    weight[3, 5] = torch.inf
+    assert torch.equal(linear(x, weight)[:, 3], x[:, 5] * torch.inf)
+
+
 def test_linear_packed(backend):
     """A packed weight gives the same bits, and one packed for other arithmetic is passed over."""
     x, weight, bias = inputs(40, 64, 48).values()
