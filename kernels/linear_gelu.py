@@ -4,7 +4,7 @@ Letters: T rows, C inputs, F intermediate.
 
 Programs stay and take tile after tile, groups of rows first, so that a weight's tiles are read
 while they are in the L2 cache. On sm_90 and later operands are loaded through tensor descriptors
-(TMA). A fused form runs where `tuned` says that it beats cuBLAS with `bias_gelu` behind it.
+(TMA). The op calls a fused form where `tuned` says that it beats cuBLAS with `bias_gelu` behind it.
 """
 
 import functools
@@ -13,8 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import tuned
-from .bias_gelu import bias_gelu_bwd, bias_gelu_fwd, gelu, gelu_grad
+from .bias_gelu import gelu, gelu_grad
 from .common import on_device, sum_parts
 
 
@@ -193,27 +192,14 @@ def _take_descriptors(device: torch.device) -> bool:
     return True
 
 
-def linear_gelu_fwd(
+def fused_fwd(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    packed: torch.Tensor | None,
     approximate: str,
     keep_preact: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launches the forward; arguments and results as the op `linear_gelu_fwd`."""
-    cast = packed if packed is not None and packed.dtype == x.dtype else weight.to(x.dtype)
-    num_cols, depth = weight.shape
-    if x.numel() == 0 or not tuned.fused_is_faster("linear_gelu_fwd", x, num_cols, depth):
-        narrow = None if bias is None else bias.to(x.dtype)
-        preact = torch.nn.functional.linear(x, cast, narrow)
-        y = bias_gelu_fwd(preact, None, approximate)
-        return y, preact if keep_preact else x.new_empty(0)
-    return fused_fwd(x, cast, bias, approximate, keep_preact)
-
-
-def fused_fwd(x, weight, bias, approximate, keep_preact) -> tuple[torch.Tensor, torch.Tensor]:
-    """The forward in one kernel; the weight in the dtype of x."""
+    """Launches the forward; the weight in the dtype of x, results as the op `linear_gelu_fwd`."""
     (num_rows, depth), num_cols = x.shape, weight.shape[0]
     y = x.new_empty((num_rows, num_cols))
     preact = torch.empty_like(y) if keep_preact else x.new_empty(0)
@@ -230,53 +216,19 @@ def fused_fwd(x, weight, bias, approximate, keep_preact) -> tuple[torch.Tensor, 
     return y, preact
 
 
-def linear_gelu_bwd(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    preact: torch.Tensor,
-    approximate: str,
-    need_dx: bool,
-    need_dweight: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launches the backward; arguments and results as the op `linear_gelu_bwd`."""
-    dpreact, dbias = _through_gelu(dy.to(x.dtype), preact, bias, approximate)
-    return *_of_linear(dpreact, x, weight, need_dx, need_dweight), dbias
-
-
-def gelu_mlp_bwd(
+def fused_bwd(
     dout: torch.Tensor,
-    x: torch.Tensor,
-    weight_in: torch.Tensor,
-    bias_in: torch.Tensor | None,
+    weight: torch.Tensor,
     preact: torch.Tensor,
-    weight_out: torch.Tensor,
-    bias_out: torch.Tensor | None,
+    bias: torch.Tensor | None,
     approximate: str,
-    needs: list[bool],
-) -> tuple[torch.Tensor, ...]:
-    """Launches the backward; arguments and results as the op `gelu_mlp_bwd`."""
-    need_dx, need_dweight_in, need_dweight_out = needs
-    dout = dout.to(x.dtype)
-    empty = [x.new_empty(0) for _ in range(5)]
-    dx, dweight_in, dbias_in, dweight_out, dbias_out = empty
-    if need_dx or need_dweight_in or bias_in is not None:
-        cast = weight_out.to(x.dtype)
-        if preact.numel() and tuned.fused_is_faster("gelu_mlp_bwd", dout, *cast.shape[::-1]):
-            dpreact, dbias_in = fused_bwd(dout, cast, preact, bias_in, approximate)
-        else:
-            dpreact, dbias_in = _through_gelu(dout @ cast, preact, bias_in, approximate)
-        dx, dweight_in = _of_linear(dpreact, x, weight_in, need_dx, need_dweight_in)
-    if need_dweight_out:
-        dweight_out = (dout.t() @ bias_gelu_fwd(preact, None, approximate)).to(weight_out.dtype)
-    if bias_out is not None:
-        dbias_out = dout.sum(0, dtype=torch.float32).to(bias_out.dtype)
-    return dx, dweight_in, dbias_in, dweight_out, dbias_out
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launches (dout · weight)·gelu'(preact), and its column sums in the dtype of the bias.
 
-
-def fused_bwd(dout, weight, preact, bias, approximate) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dout · weight)·gelu'(preact) and its column sums in one kernel."""
+    Args:
+        dout: `(T, C)`. weight: `(C, F)`, in the dtype of dout. preact: `(T, F)`.
+        bias: `(F,)`, or None: no sums, `(0,)`.
+    """
     num_rows, num_cols = preact.shape
     dpreact = torch.empty_like(preact, memory_format=torch.contiguous_format)
     parts = triton.cdiv(num_rows, tiles(dout.dtype)["ROWS"]) if bias is not None else 0
@@ -294,18 +246,3 @@ def fused_bwd(dout, weight, preact, bias, approximate) -> tuple[torch.Tensor, to
     if bias is not None:
         sum_parts(partial, [dbias])
     return dpreact, dbias
-
-
-def _through_gelu(dy, preact, bias, approximate) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of the pre-activation, and its column sums, `(0,)` without a bias."""
-    dpreact, _ = bias_gelu_bwd(dy, preact, None, approximate)
-    if bias is None:
-        return dpreact, dy.new_empty(0)
-    return dpreact, dpreact.sum(0, dtype=torch.float32).to(bias.dtype)
-
-
-def _of_linear(dy, x, weight, need_dx, need_dweight) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of x and the weight of x Wᵀ by cuBLAS, `(0,)` where not wanted."""
-    dx = dy @ weight.to(x.dtype) if need_dx else x.new_empty(0)
-    dweight = (dy.t() @ x).to(weight.dtype) if need_dweight else weight.new_empty(0)
-    return dx, dweight

@@ -59,4 +59,7 @@ def arch_of(device: torch.device) -> str:
 
 def fused_is_faster(op: str, x: torch.Tensor, num_cols: int, depth: int) -> bool:
     """Whether the table says so for `x` `(rows, ...)` and a product of that size."""
-    return table().get(key(op, arch_of(x.device), x.dtype, x.shape[0], num_cols, depth), False)
+    entries = table()
+    if not entries:
+        return False
+    return entries.get(key(op, arch_of(x.device), x.dtype, x.shape[0], num_cols, depth), False)

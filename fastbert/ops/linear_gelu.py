@@ -53,24 +53,51 @@ def _bwd_composed(dy, x, weight, bias, preact, approximate, need_dx, need_dweigh
 
 
 def _mlp_bwd_composed(
-    dout, x, weight_in, bias_in, preact, weight_out, bias_out, approximate, needs
+    dout, x, weight_in, bias_in, preact, weight_out, bias_out, approximate, needs, fused=None
 ):
+    """`fused`: gives the gradient of the pre-activation and of bias_in from dout in one."""
     need_dx, need_dweight_in, need_dweight_out = needs
     inner = need_dx or need_dweight_in or bias_in is not None
     y = bias_gelu_fwd(preact, None, approximate) if need_dweight_out else preact
     biases = [] if bias_out is None else [bias_out]
-    dy, dweights, dbiases = linear_bwd(dout, y, [weight_out], biases, inner, need_dweight_out)
+    need_dy = inner and fused is None
+    dy, dweights, dbiases = linear_bwd(dout, y, [weight_out], biases, need_dy, need_dweight_out)
     empties = [x.new_empty(0) for _ in range(5)]
     gradients = empties[:3]
-    if inner:
+    if need_dy:
         gradients = _bwd_composed(
             dy, x, weight_in, bias_in, preact, approximate, need_dx, need_dweight_in
         )
+    elif inner:
+        dpreact, dbias_in = fused(
+            dout.to(x.dtype), weight_out.to(x.dtype), preact, bias_in, approximate
+        )
+        dx, dweights_in, _ = linear_bwd(dpreact, x, [weight_in], [], need_dx, need_dweight_in)
+        gradients = (dx, dweights_in[0] if need_dweight_in else empties[1], dbias_in)
     return (
         *gradients,
         dweights[0] if need_dweight_out else empties[3],
         dbiases[0] if biases else empties[4],
     )
+
+
+def _fwd_triton(x, weight, bias, packed, approximate, keep_preact):
+    from fastbert.kernels import linear_gelu, tuned
+
+    if x.numel() == 0 or not tuned.fused_is_faster("linear_gelu_fwd", x, *weight.shape):
+        return _fwd_composed(x, weight, bias, packed, approximate, keep_preact)
+    cast = packed if packed is not None and packed.dtype == x.dtype else weight.to(x.dtype)
+    return linear_gelu.fused_fwd(x, cast, bias, approximate, keep_preact)
+
+
+def _mlp_bwd_triton(dout, x, weight_in, bias_in, preact, weight_out, *rest):
+    from fastbert.kernels import linear_gelu, tuned
+
+    depth, num_cols = weight_out.shape
+    faster = preact.numel() > 0 and tuned.fused_is_faster("gelu_mlp_bwd", x, num_cols, depth)
+    fused = linear_gelu.fused_bwd if faster else None
+    tensors = (dout, x, weight_in, bias_in, preact, weight_out)
+    return _mlp_bwd_composed(*tensors, *rest, fused=fused)
 
 
 def _fwd_kernel_reasons(x, weight, *_) -> list[str]:
@@ -92,7 +119,7 @@ linear_gelu_fwd = dispatch.register_op(
     room="linear_gelu",
     fake=_fwd_fake,
     reference=_fwd_composed,
-    triton="fastbert.kernels.linear_gelu:linear_gelu_fwd",
+    triton="fastbert.ops.linear_gelu:_fwd_triton",
     cpu=True,
     not_supported={"cpu": _fwd_kernel_reasons, "triton": _fwd_kernel_reasons},
 )
@@ -103,7 +130,7 @@ linear_gelu_bwd = dispatch.register_op(
     room="linear_gelu",
     fake=_bwd_fake,
     reference=_bwd_composed,
-    triton="fastbert.kernels.linear_gelu:linear_gelu_bwd",
+    triton="fastbert.ops.linear_gelu:_bwd_composed",
     cpu=True,
     not_supported={"cpu": _bwd_kernel_reasons, "triton": _bwd_kernel_reasons},
 )
@@ -115,7 +142,7 @@ gelu_mlp_bwd = dispatch.register_op(
     room="linear_gelu",
     fake=_mlp_bwd_fake,
     reference=_mlp_bwd_composed,
-    triton="fastbert.kernels.linear_gelu:gelu_mlp_bwd",
+    triton="fastbert.ops.linear_gelu:_mlp_bwd_triton",
     cpu=True,
     not_supported={"cpu": _mlp_bwd_kernel_reasons, "triton": _mlp_bwd_kernel_reasons},
 )

@@ -13,7 +13,8 @@ from fastbert.kernels import (
     tuned,
 )
 
-from fastbert import tune
+from fastbert import tune, use_backend
+from fastbert.ops.linear_gelu import gelu_mlp, linear_gelu_fwd
 from fastbert.reference.bias_gelu import bias_gelu_bwd_reference, bias_gelu_fwd_reference
 from fastbert.reference.philox import row_keep_mask_reference, score_keep_mask_reference
 from fastbert.testing.compare import assert_bitwise_equal, assert_close_to_oracle
@@ -146,7 +147,8 @@ def test_fused_forms_follow_the_table(device, monkeypatch, tmp_path):
         if entries is not None:
             file.write_text(json.dumps(entries))
         tuned.table.cache_clear()
-        linear_gelu.linear_gelu_fwd(x, weight, None, None, "none", True)
+        with use_backend("triton"):
+            linear_gelu_fwd(x, weight, None, None, "none", True)
         assert len(called) == fused
     file.write_text("{")
     tuned.table.cache_clear()
@@ -154,6 +156,21 @@ def test_fused_forms_follow_the_table(device, monkeypatch, tmp_path):
         tuned.table()
     monkeypatch.undo()
     tuned.table.cache_clear()
+
+
+def test_fused_forms_serve_the_op(device, monkeypatch):
+    """A training step's gradients with both fused forms are those without."""
+    shapes = {"x": (20, 16), "weight_in": (24, 16), "bias_in": (24,), "weight_out": (16, 24)}
+    values = {name: torch.randn(shape, device=device) for name, shape in shapes.items()}
+    runs = []
+    for fused in (False, True):
+        monkeypatch.setattr(tuned, "fused_is_faster", lambda *a, fused=fused: fused)
+        leaves = {name: v.clone().requires_grad_() for name, v in values.items()}
+        with use_backend("triton"):
+            gelu_mlp(**leaves, approximate="none").square().sum().backward()
+        runs.append([leaf.grad for leaf in leaves.values()])
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is something to tune")
