@@ -37,6 +37,22 @@ def scale_and_shift(normal, weight_ptr, bias_ptr, column, HAS_BIAS: tl.constexpr
 
 
 @triton.jit
+def saved_normal(h_ptr, mean_ptr, rstd_ptr, row, offset, inside, num_rows):
+    """The normalised rows again from what forward saved, and their rstd."""
+    h = tl.load(h_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.load(mean_ptr + row, mask=row < num_rows, other=0.0)
+    rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
+    return tl.where(inside, (h - mean[:, None]) * rstd[:, None], 0.0), rstd
+
+
+@triton.jit
+def store_part(partial_ptr, VECTOR: tl.constexpr, sums, column, num_cols):
+    """A program's sums of one vector, in fp32 (vectors, programs, C)."""
+    part = (VECTOR * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
+    tl.store(partial_ptr + part * num_cols + column, tl.sum(sums, 0), mask=column < num_cols)
+
+
+@triton.jit
 def gradient_of_norm(dy, normal, rstd, weight_ptr, column, num_cols):
     """The gradient of the rows that were normalised, in fp32."""
     weight = tl.load(weight_ptr + column, mask=column < num_cols, other=0.0).to(tl.float32)
@@ -128,11 +144,8 @@ def _add_layer_norm_bwd_kernel(
         row = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
         inside = (row < num_rows)[:, None] & (column < num_cols)[None, :]
         offset = row[:, None] * num_cols + column[None, :]
-        h = tl.load(h_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + offset, mask=inside, other=0.0).to(tl.float32)
-        mean = tl.load(mean_ptr + row, mask=row < num_rows, other=0.0)
-        rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
-        normal = tl.where(inside, (h - mean[:, None]) * rstd[:, None], 0.0)
+        normal, rstd = saved_normal(h_ptr, mean_ptr, rstd_ptr, row, offset, inside, num_rows)
         dweight += dy * normal
         dbias += dy
         dtotal = gradient_of_norm(dy, normal, rstd, weight_ptr, column, num_cols)
@@ -146,12 +159,10 @@ def _add_layer_norm_bwd_kernel(
             tl.store(dx_ptr + offset, dtotal.to(dx_ptr.dtype.element_ty), mask=inside)
         if HAS_LINEAR_BIAS:
             dlinear_bias += tl.where(inside, dtotal, 0.0)
-    at = partial_ptr + part * num_cols + column
-    step = tl.num_programs(0).to(tl.int64) * num_cols
-    tl.store(at, tl.sum(dweight, 0), mask=column < num_cols)
-    tl.store(at + step, tl.sum(dbias, 0), mask=column < num_cols)
+    store_part(partial_ptr, 0, dweight, column, num_cols)
+    store_part(partial_ptr, 1, dbias, column, num_cols)
     if HAS_LINEAR_BIAS:
-        tl.store(at + 2 * step, tl.sum(dlinear_bias, 0), mask=column < num_cols)
+        store_part(partial_ptr, 2, dlinear_bias, column, num_cols)
 
 
 def row_block(num_cols: int) -> tuple[int, int, int]:

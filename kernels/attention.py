@@ -47,6 +47,35 @@ def find_block(cu_seqlens_ptr, num_sequences, num_rows, BLOCK: tl.constexpr, BLO
 
 
 @triton.jit
+def other_rows(cu_seqlens_ptr, sequence, num_sequences):
+    """First row and length of the same sequence on the other side; none for idle rows."""
+    start, length = 0, 0
+    if sequence < num_sequences:
+        start = tl.load(cu_seqlens_ptr + sequence)
+        length = tl.load(cu_seqlens_ptr + sequence + 1) - start
+    return start, length
+
+
+@triton.jit
+def rows_in_sight(
+    first, length, before, after, WINDOW: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr
+):
+    """Where the loop over the other side begins, a multiple of STEP, and ends, for the rows
+    [first, first + BLOCK): they see `before` and `after` beyond their own place."""
+    low, high = 0, length
+    if WINDOW:
+        low = tl.maximum(0, first - before) // STEP * STEP
+        high = tl.minimum(length, first + BLOCK + after)
+    return low, high
+
+
+@triton.jit
+def sequence_head(sequence, num_heads):
+    """The word of the dropout stream; made in the loop, for kept over it it costs registers."""
+    return tl.cast(sequence, tl.int64) * num_heads + tl.program_id(1)
+
+
+@triton.jit
 def head_rows(ptr, start, row, length, row_step, head_step, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows `start + row` of one head `(rows, BLOCK_D)`; zeros beyond the length and beyond D."""
     d = tl.arange(0, BLOCK_D)
@@ -68,6 +97,7 @@ def store_head_rows(
 @triton.jit
 def seen(query, key, num_keys, left, right, WINDOW: tl.constexpr):
     """bool (queries, keys): which keys of the sequence a query sees."""
+    # In the scores' shape at once: a row that is broadcast later spills registers on sm_80.
     visible = (key < num_keys)[None, :] & (query >= 0)[:, None]
     if WINDOW:
         distance = key[None, :] - query[:, None]
@@ -115,19 +145,13 @@ def _attention_fwd_kernel(
     )
     if first >= num_queries:
         return
-    start_k, num_keys = 0, 0
-    if sequence < num_sequences:
-        start_k = tl.load(cu_seqlens_k_ptr + sequence)
-        num_keys = tl.load(cu_seqlens_k_ptr + sequence + 1) - start_k
+    start_k, num_keys = other_rows(cu_seqlens_k_ptr, sequence, num_sequences)
     query = first + tl.arange(0, BLOCK_Q)
     q = head_rows(q_ptr, start_q, query, num_queries, q_row, q_head, D, BLOCK_D)
     peak = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     out = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    low, high = 0, num_keys
-    if WINDOW:
-        low = tl.maximum(0, first - left) // BLOCK_K * BLOCK_K
-        high = tl.minimum(num_keys, first + BLOCK_Q + right)
+    low, high = rows_in_sight(first, num_keys, left, right, WINDOW, BLOCK_Q, BLOCK_K)
     for first_key in range(low, high, BLOCK_K):
         key = first_key + tl.arange(0, BLOCK_K)
         k = head_rows(k_ptr, start_k, key, num_keys, k_row, k_head, D, BLOCK_D)
@@ -140,8 +164,7 @@ def _attention_fwd_kernel(
         shrink = tl.exp2(peak - base)
         total = total * shrink + tl.sum(weights, 1)
         if DROPOUT:
-            # Both as int64: with 2^32 heads the words of the stream would overlap.
-            place = tl.cast(sequence, tl.int64) * num_heads + head
+            place = sequence_head(sequence, num_heads)
             keep = keep_scores(
                 rng_state_ptr, first, first_key, place, threshold, site, BLOCK_Q, BLOCK_K
             )
@@ -214,10 +237,7 @@ def _attention_bwd_dq_kernel(
     )
     if first >= num_queries:
         return
-    start_k, num_keys = 0, 0
-    if sequence < num_sequences:
-        start_k = tl.load(cu_seqlens_k_ptr + sequence)
-        num_keys = tl.load(cu_seqlens_k_ptr + sequence + 1) - start_k
+    start_k, num_keys = other_rows(cu_seqlens_k_ptr, sequence, num_sequences)
     query = first + tl.arange(0, BLOCK_Q)
     row_step = num_heads * D
     q = head_rows(q_ptr, start_q, query, num_queries, q_row, q_head, D, BLOCK_D)
@@ -228,10 +248,7 @@ def _attention_bwd_dq_kernel(
     tl.store(delta_ptr + at, delta, mask=query < num_queries)
     lse = tl.load(lse_ptr + at, mask=query < num_queries, other=float("-inf")) * LOG2_E
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    low, high = 0, num_keys
-    if WINDOW:
-        low = tl.maximum(0, first - left) // BLOCK_K * BLOCK_K
-        high = tl.minimum(num_keys, first + BLOCK_Q + right)
+    low, high = rows_in_sight(first, num_keys, left, right, WINDOW, BLOCK_Q, BLOCK_K)
     for first_key in range(low, high, BLOCK_K):
         key = first_key + tl.arange(0, BLOCK_K)
         k = head_rows(k_ptr, start_k, key, num_keys, k_row, k_head, D, BLOCK_D)
@@ -240,7 +257,7 @@ def _attention_bwd_dq_kernel(
         v = head_rows(v_ptr, start_k, key, num_keys, v_row, v_head, D, BLOCK_D)
         dweights = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
         if DROPOUT:
-            place = tl.cast(sequence, tl.int64) * num_heads + head
+            place = sequence_head(sequence, num_heads)
             keep = keep_scores(
                 rng_state_ptr, first, first_key, place, threshold, site, BLOCK_Q, BLOCK_K
             )
@@ -298,19 +315,14 @@ def _attention_bwd_dkv_kernel(
     )
     if first_key >= num_keys:
         return
-    start_q, num_queries = 0, 0
-    if sequence < num_sequences:
-        start_q = tl.load(cu_seqlens_q_ptr + sequence)
-        num_queries = tl.load(cu_seqlens_q_ptr + sequence + 1) - start_q
+    start_q, num_queries = other_rows(cu_seqlens_q_ptr, sequence, num_sequences)
     key = first_key + tl.arange(0, BLOCK_K)
     k = head_rows(k_ptr, start_k, key, num_keys, k_row, k_head, D, BLOCK_D)
     v = head_rows(v_ptr, start_k, key, num_keys, v_row, v_head, D, BLOCK_D)
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    low, high = 0, num_queries
-    if WINDOW:
-        low = tl.maximum(0, first_key - right) // BLOCK_Q * BLOCK_Q
-        high = tl.minimum(num_queries, first_key + BLOCK_K + left)
+    # A key is seen by the queries that see it: the window the other way round.
+    low, high = rows_in_sight(first_key, num_queries, right, left, WINDOW, BLOCK_K, BLOCK_Q)
     for first in range(low, high, BLOCK_Q):
         query = first + tl.arange(0, BLOCK_Q)
         q = head_rows(q_ptr, start_q, query, num_queries, q_row, q_head, D, BLOCK_D)
@@ -323,7 +335,7 @@ def _attention_bwd_dkv_kernel(
         dweights = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
         dropped = weights
         if DROPOUT:
-            place = tl.cast(sequence, tl.int64) * num_heads + head
+            place = sequence_head(sequence, num_heads)
             keep = keep_scores(
                 rng_state_ptr, first, first_key, place, threshold, site, BLOCK_Q, BLOCK_K
             )

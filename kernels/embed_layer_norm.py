@@ -15,7 +15,9 @@ from .add_layer_norm import (
     gradient_of_norm,
     normalise,
     row_block,
+    saved_normal,
     scale_and_shift,
+    store_part,
 )
 from .common import block_of, on_device, rows_per_part, sum_parts
 from .philox import dropout_settings, keep_rows
@@ -152,23 +154,18 @@ def _embed_layer_norm_bwd_kernel(
         row = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
         inside = (row < num_rows)[:, None] & (column < num_cols)[None, :]
         offset = row[:, None] * num_cols + column[None, :]
-        h = tl.load(h_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         if DROPOUT:
             keep = keep_rows(rng_state_ptr, row, 0, num_cols, threshold, site, ROWS, COLS)
             dy = tl.where(keep, dy * dropout_scale, 0.0)
-        mean = tl.load(mean_ptr + row, mask=row < num_rows, other=0.0)
-        rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
-        normal = tl.where(inside, (h - mean[:, None]) * rstd[:, None], 0.0)
+        normal, rstd = saved_normal(h_ptr, mean_ptr, rstd_ptr, row, offset, inside, num_rows)
         dweight += dy * normal
         dbias += dy
         dh = gradient_of_norm(dy, normal, rstd, weight_ptr, column, num_cols)
         tl.store(wide_dh_ptr + offset, dh, mask=inside)
         tl.store(dh_ptr + offset, dh.to(dh_ptr.dtype.element_ty), mask=inside)
-    at = partial_ptr + part * num_cols + column
-    step = tl.num_programs(0).to(tl.int64) * num_cols
-    tl.store(at, tl.sum(dweight, 0), mask=column < num_cols)
-    tl.store(at + step, tl.sum(dbias, 0), mask=column < num_cols)
+    store_part(partial_ptr, 0, dweight, column, num_cols)
+    store_part(partial_ptr, 1, dbias, column, num_cols)
 
 
 @triton.jit

@@ -10,34 +10,20 @@ WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.int8))
 
 
 @triton.jit
-def _unpad_kernel(
-    x_ptr,  # (R, F)
-    indices_ptr,  # int64 (T,)
-    y_ptr,  # (T, F)
+def _move_rows_kernel(
+    x_ptr,  # (R, F), or (T, F) with SCATTER
+    indices_ptr,  # int64 (T,), rows of the longer tensor
+    y_ptr,  # (T, F), or zeros (R, F) with SCATTER
     num_cols,
+    SCATTER: tl.constexpr,
     COLS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = column < num_cols
-    source = tl.load(indices_ptr + row)
+    index = tl.load(indices_ptr + row)
+    source, target = (row, index) if SCATTER else (index, row)
     values = tl.load(x_ptr + source * num_cols + column, mask=inside, other=0)
-    tl.store(y_ptr + row * num_cols + column, values, mask=inside)
-
-
-@triton.jit
-def _pad_kernel(
-    x_ptr,  # (T, F)
-    indices_ptr,  # int64 (T,)
-    y_ptr,  # (R, F), zeros
-    num_cols,
-    COLS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    inside = column < num_cols
-    target = tl.load(indices_ptr + row)
-    values = tl.load(x_ptr + row * num_cols + column, mask=inside, other=0)
     tl.store(y_ptr + target * num_cols + column, values, mask=inside)
 
 
@@ -49,12 +35,18 @@ def _as_words(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [t.view(word) for t in flat] if aligned else flat
 
 
-def _launch(kernel, source, indices, target) -> None:
+def _move(source, indices, target, scatter: bool) -> None:
     source, target = _as_words(source, target)
     cols = block_of(source.shape[1], 1024)
     with on_device(source):
-        kernel[(indices.shape[0], triton.cdiv(source.shape[1], cols))](
-            source, indices.contiguous(), target, source.shape[1], COLS=cols, num_warps=4
+        _move_rows_kernel[(indices.shape[0], triton.cdiv(source.shape[1], cols))](
+            source,
+            indices.contiguous(),
+            target,
+            source.shape[1],
+            SCATTER=scatter,
+            COLS=cols,
+            num_warps=4,
         )
 
 
@@ -62,7 +54,7 @@ def unpad(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Launches the gather; arguments and result as `unpad_reference`."""
     y = x.new_empty((indices.shape[0], *x.shape[1:]))
     if y.numel() > 0:
-        _launch(_unpad_kernel, x, indices, y)
+        _move(x, indices, y, scatter=False)
     return y
 
 
@@ -70,5 +62,5 @@ def pad(x: torch.Tensor, indices: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Launches the scatter; arguments and result as `pad_reference`."""
     y = x.new_zeros((num_rows, *x.shape[1:]))
     if x.numel() > 0:
-        _launch(_pad_kernel, x, indices, y)
+        _move(x, indices, y, scatter=True)
     return y

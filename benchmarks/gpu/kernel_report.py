@@ -194,8 +194,9 @@ KERNELS = {
     ("embed_layer_norm", "_small_table_gradient_kernel"): Kernel(
         _fixed(TABLE=8, COLS=256), {"dh_ptr": "*fp32", "skipped": "i32"}, wide=False
     ),
-    ("unpad", "_unpad_kernel"): Kernel(_fixed(COLS=1024), {"x_ptr": "*i64", "y_ptr": "*i64"}),
-    ("unpad", "_pad_kernel"): Kernel(_fixed(COLS=1024), {"x_ptr": "*i64", "y_ptr": "*i64"}),
+    ("unpad", "_move_rows_kernel"): Kernel(
+        _fixed(SCATTER=True, COLS=1024), {"x_ptr": "*i64", "y_ptr": "*i64"}
+    ),
     # Rows of 30,522 logits begin anywhere.
     ("mlm_cross_entropy", "_mlm_cross_entropy_fwd_kernel"): Kernel(
         _fixed(SMOOTH=True, COLS=2048), wide=False

@@ -51,32 +51,44 @@ def _within_vocabulary(labels, vocab_size, ignore_index):
     )
 
 
-def _fwd_checked(hidden, weight, bias, labels, ignore_index, label_smoothing, z_loss):
+def _fwd_checked(
+    hidden,
+    weight,
+    bias,
+    labels,
+    ignore_index,
+    *options,
+    implementation=mlm_cross_entropy_reference,
+):
     labels = _within_vocabulary(labels, weight.shape[0], ignore_index)
-    return mlm_cross_entropy_reference(
-        hidden, weight, bias, labels, ignore_index, label_smoothing, z_loss
-    )
+    return implementation(hidden, weight, bias, labels, ignore_index, *options)
 
 
-def _bwd_checked(dloss, hidden, weight, bias, labels, lse, ignore_index, *options):
+def _bwd_checked(
+    dloss,
+    hidden,
+    weight,
+    bias,
+    labels,
+    lse,
+    ignore_index,
+    *options,
+    implementation=mlm_cross_entropy_bwd_reference,
+):
     labels = _within_vocabulary(labels, weight.shape[0], ignore_index)
-    return mlm_cross_entropy_bwd_reference(
-        dloss, hidden, weight, bias, labels, lse, ignore_index, *options
-    )
+    return implementation(dloss, hidden, weight, bias, labels, lse, ignore_index, *options)
 
 
-def _fwd_triton(hidden, weight, bias, labels, ignore_index, *options):
+def _fwd_triton(*args):
     from fastbert.kernels.mlm_cross_entropy import mlm_cross_entropy_fwd
 
-    labels = _within_vocabulary(labels, weight.shape[0], ignore_index)
-    return mlm_cross_entropy_fwd(hidden, weight, bias, labels, ignore_index, *options)
+    return _fwd_checked(*args, implementation=mlm_cross_entropy_fwd)
 
 
-def _bwd_triton(dloss, hidden, weight, bias, labels, lse, ignore_index, *options):
+def _bwd_triton(*args):
     from fastbert.kernels.mlm_cross_entropy import mlm_cross_entropy_bwd
 
-    labels = _within_vocabulary(labels, weight.shape[0], ignore_index)
-    return mlm_cross_entropy_bwd(dloss, hidden, weight, bias, labels, lse, ignore_index, *options)
+    return _bwd_checked(*args, implementation=mlm_cross_entropy_bwd)
 
 
 def _fwd_kernel_reasons(hidden, weight, *_) -> list[str]:
