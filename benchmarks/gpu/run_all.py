@@ -17,6 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -24,7 +25,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 ME = str(Path(__file__).resolve())
-PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+# -P: the working directory must not come before the laid-out package.
+PYTEST = ["-P", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 # name: command, seconds allowed
 STAGES = {
@@ -40,9 +42,17 @@ STAGES = {
 TOTAL = 480
 
 
-def run_stage(name: str, limit: float, dry_run: bool) -> dict:
+def lay_out(folder: Path) -> None:
+    """The package as an installation lays it out, kernels inside: nothing has to be installed."""
+    ignore = shutil.ignore_patterns("__pycache__", "*.so", "_C.json")
+    shutil.copytree(ROOT / "fastbert", folder / "fastbert", ignore=ignore)
+    shutil.copytree(ROOT / "kernels", folder / "fastbert" / "kernels", ignore=ignore)
+
+
+def run_stage(name: str, limit: float, dry_run: bool, package: Path) -> dict:
     """Exit status, seconds, rows and the end of the output of one stage."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    path = [str(package), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     environment["FASTBERT_TEST_DEVICE"] = "cpu" if dry_run else "cuda"
     environment.pop("TRITON_INTERPRET", None)
     if dry_run:
@@ -67,7 +77,6 @@ def run_stage(name: str, limit: float, dry_run: bool) -> dict:
 
 def timing_stage(stage: str) -> None:
     """Prints the rows of one stage as they come."""
-    sys.path.insert(0, str(ROOT))
     from benchmarks.gpu import timings
 
     device = torch.device(os.environ["FASTBERT_TEST_DEVICE"])
@@ -109,20 +118,6 @@ def page(results: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def versions() -> dict[str, str]:
-    """Of everything the figures depend on."""
-    import importlib.metadata
-
-    names = ("torch", "triton", "transformers", "flash-attn", "numpy")
-    found = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "absent"
-    return {**found, "CUDA": str(torch.version.cuda)}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stage", help="rows of one timing stage alone")
@@ -137,26 +132,36 @@ def main() -> int:
     if not arguments.dry_run and not torch.cuda.is_available():
         print("no CUDA device; --dry-run walks the script on a CPU")
         return 2
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        lay_out(Path(folder))
+        return run_stages(arguments.out, arguments.dry_run, Path(folder))
+
+
+def run_stages(out: Path, dry_run: bool, package: Path) -> int:
+    """Runs all stages and writes their results; 1 if one failed."""
+    sys.path.insert(0, str(package))
+    from fastbert import env
+
+    out.mkdir(parents=True, exist_ok=True)
     results = {
-        "device": "dry run" if arguments.dry_run else torch.cuda.get_device_name(),
+        "device": "dry run" if dry_run else torch.cuda.get_device_name(),
         "date": time.strftime("%Y-%m-%d"),
-        "versions": versions(),
+        "versions": env.report()["versions"],
         "stages": {},
     }
     end = time.monotonic() + TOTAL
     for name, (_, limit) in STAGES.items():
         # A CPU under load only has to get through.
-        left = 5 * limit if arguments.dry_run else min(limit, end - time.monotonic())
+        left = 5 * limit if dry_run else min(limit, end - time.monotonic())
         if left < 10:
             results["stages"][name] = {"status": "no time", "seconds": 0, "rows": [], "tail": ""}
             continue
-        stage = results["stages"][name] = run_stage(name, left, arguments.dry_run)
-        (arguments.out / "gpu_results.json").write_text(json.dumps(results, indent=1) + "\n")
+        stage = results["stages"][name] = run_stage(name, left, dry_run, package)
+        (out / "gpu_results.json").write_text(json.dumps(results, indent=1) + "\n")
         print(f"{name}: status {stage['status']}, {stage['seconds']} s", flush=True)
         if stage["status"] not in (0, "skipped"):
             print(stage["tail"], flush=True)
-    (arguments.out / "gpu_results.md").write_text(page(results))
+    (out / "gpu_results.md").write_text(page(results))
     return int(any(s["status"] not in (0, "skipped") for s in results["stages"].values()))
 
 

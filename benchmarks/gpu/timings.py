@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
-from benchmarks.models.twins import padded, twins, with_labels
+from benchmarks.models.twins import masked_lm_step, padded, twins, with_labels
 from benchmarks.shapes import BASE, DENSE_8X128, RAGGED_8X512, RAGGED_32X128, TINY
 from fastbert import use_backend
 from fastbert.ops.add_layer_norm import add_layer_norm
@@ -301,8 +301,9 @@ def time_models(device: torch.device, size: str, compiled: bool) -> Iterator[dic
 
 
 def _forward(model, inputs, labelled) -> Callable:
+    model.eval()
+
     def run():
-        model.eval()
         with torch.no_grad(), torch.autocast(inputs["input_ids"].device.type, torch.bfloat16):
             model(**inputs)
 
@@ -311,13 +312,4 @@ def _forward(model, inputs, labelled) -> Callable:
 
 def _step(model, inputs, labelled) -> Callable:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-
-    def run():
-        model.train()
-        with torch.autocast(labelled["input_ids"].device.type, torch.bfloat16):
-            loss = model(**labelled).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return run
+    return masked_lm_step(model.train(), labelled, optimizer, autocast=True)

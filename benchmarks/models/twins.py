@@ -52,7 +52,8 @@ def masked_lm_step(model, inputs, optimizer, autocast: bool):
     """One training step as a function: forward, backward, fused AdamW, gradients dropped."""
 
     def step():
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        device = inputs["input_ids"].device.type
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
             loss = model(**inputs).loss
         loss.backward()
         optimizer.step()
