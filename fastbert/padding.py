@@ -1,4 +1,5 @@
-"""From a padded batch to packed rows and back. The only place that may wait for the device.
+"""From a padded batch to packed rows and back, and sequences packed beforehand into fixed shapes.
+The only place that may wait for the device.
 
 Letters: B batch, S padded length, T packed rows.
 
@@ -8,13 +9,18 @@ softmax over all positions, a label on padding, the pooler's position 0 under le
 attend to the real tokens and nobody attends to them, so they come out as in a padded model.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from fastbert import dispatch
 from fastbert.ops import index_flags
 from fastbert.ops.unpad import pad, unpad
+
+IGNORE_INDEX = -100
+"""Label of a position without one, as in transformers and torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +36,8 @@ class PackedBatch:
         cu_seqlens_q: `(B+1,)` int32, first row of each sequence.
         cu_seqlens_k: `(B+1,)` int32, the same for the real rows alone.
         kv_indices: `(Tk,)` int64, packed rows that are real tokens; None if all are.
-        real: `(B·S,)` bool, True at real tokens; None if all are.
+        real: `(B·S,)` bool, True at real tokens; None if all are. Without `indices` the others
+            are idle rows behind the last sequence.
         max_seqlen: bound of every sequence's length, known on the host.
         num_required: True elements of `required_rows`, where they were given and counted.
     """
@@ -64,12 +71,13 @@ class PackedBatch:
         """
         indices = self.indices
         num_rows = self.batch_size * self.seqlen
-        if indices is not None and self.num_rows == num_rows:
-            # Traced, or every position computed: a permutation, so padding is cleared after it.
-            rows = pad(rows, indices, num_rows)
-            if self.real is not None and not keep_query_only:
+        if self.num_rows == num_rows:
+            # Traced, packed beforehand, or every position computed: padding is cleared afterwards.
+            if indices is not None:
+                rows = pad(rows, indices, num_rows)
+            if self.real is not None and (indices is None or not keep_query_only):
                 rows = rows.masked_fill(~self.real.view(-1, *[1] * (rows.dim() - 1)), 0)
-        elif indices is not None:
+        else:
             if self.kv_indices is not None and not keep_query_only:
                 rows, indices = unpad(rows, self.kv_indices), indices[self.kv_indices]
             rows = pad(rows, indices, num_rows)
@@ -239,13 +247,24 @@ def restarting_positions(cu_seqlens: torch.Tensor, num_rows: int) -> torch.Tenso
 
 
 def packed_input(
-    cu_seqlens: torch.Tensor, batch_size: int, seqlen: int, max_seqlen: int | None
+    cu_seqlens: torch.Tensor,
+    batch_size: int,
+    seqlen: int,
+    max_seqlen: int | None,
+    attention_mask: torch.Tensor | None = None,
 ) -> PackedBatch:
     """A batch that comes packed, `(1, T)` ids with `cu_seq_lens_q`, as
-    `transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)` gives it.
+    `transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)` or `pack` gives it.
+
+    Args:
+        cu_seqlens: `(B+1,)` integers, first row of each sequence.
+        batch_size, seqlen: 1 and T.
+        max_seqlen: bound of the lengths; None: T.
+        attention_mask: `(1, T)`, 0 at idle rows behind the last sequence; None: there are none.
 
     Raises:
-        ValueError: not one row of ids, or cu_seq_lens_q that do not cover it.
+        ValueError: not one row of ids, cu_seq_lens_q that do not cover it, or a mask that says
+            otherwise.
     """
     if batch_size != 1:
         raise ValueError(
@@ -257,18 +276,190 @@ def packed_input(
             f"cu_seq_lens_q must be a 1D integer tensor, got {cu_seqlens.dtype} of shape "
             f"{tuple(cu_seqlens.shape)}"
         )
+    if attention_mask is not None:
+        check_mask_shape("attention_mask", attention_mask, batch_size, seqlen)
     if dispatch.is_checkable(cu_seqlens):
-        steps = cu_seqlens.diff()
-        if cu_seqlens[0] != 0 or cu_seqlens[-1] != seqlen or (steps < 0).any():
-            raise ValueError(
-                f"cu_seq_lens_q must rise from 0 to the number of tokens {seqlen}, got "
-                f"{cu_seqlens.tolist()}"
-            )
-        if max_seqlen is not None and steps.numel() and max_seqlen < int(steps.max()):
-            raise ValueError(
-                f"max_length_q is {max_seqlen}, but cu_seq_lens_q has a sequence of "
-                f"{int(steps.max())} tokens"
-            )
+        _check_cu_seqlens(cu_seqlens, seqlen, max_seqlen, attention_mask)
     cu_seqlens = cu_seqlens.to(torch.int32)
     bound = seqlen if max_seqlen is None else int(max_seqlen)
-    return PackedBatch(1, seqlen, seqlen, None, cu_seqlens, cu_seqlens, None, None, bound)
+    real = None if attention_mask is None else (attention_mask != 0).view(-1)
+    return PackedBatch(1, seqlen, seqlen, None, cu_seqlens, cu_seqlens, None, real, bound)
+
+
+def _check_cu_seqlens(cu_seqlens, seqlen: int, max_seqlen: int | None, attention_mask) -> None:
+    steps = cu_seqlens.diff()
+    num_real = int(cu_seqlens[-1])
+    if cu_seqlens[0] != 0 or num_real > seqlen or (steps < 0).any():
+        raise ValueError(
+            f"cu_seq_lens_q must rise from 0 to the number of tokens {seqlen}, got "
+            f"{cu_seqlens.tolist()}"
+        )
+    if attention_mask is None and num_real < seqlen:
+        raise ValueError(
+            f"cu_seq_lens_q ends at {num_real}, but there are {seqlen} tokens; if those behind it "
+            "are filling, say so by an attention_mask that is 0 there (fastbert.padding.pack does)"
+        )
+    if attention_mask is not None:
+        real = attention_mask.cpu().view(-1) != 0
+        if not real[:num_real].all() or real[num_real:].any():
+            raise ValueError(
+                "attention_mask beside cu_seq_lens_q must be 1 in the sequences and 0 behind them: "
+                f"the sequences end at {num_real}, the mask has {int(real.sum())} ones"
+            )
+    if max_seqlen is not None and steps.numel() and max_seqlen < int(steps.max()):
+        raise ValueError(
+            f"max_length_q is {max_seqlen}, but cu_seq_lens_q has a sequence of "
+            f"{int(steps.max())} tokens"
+        )
+
+
+# --- packed beforehand ----------------------------------------------------------------------------
+
+TOKEN_COLUMNS = ("input_ids", "token_type_ids", "position_ids", "labels")
+SEQUENCE_COLUMNS = ("labels", "next_sentence_label")
+
+
+def pack(
+    features: Sequence[Mapping],
+    *,
+    num_tokens: int,
+    num_sequences: int,
+    num_labels: int | None = None,
+    max_seqlen: int | None = None,
+    pad_token_id: int = 0,
+) -> dict[str, torch.Tensor | int]:
+    """Sequences laid end to end in tensors whose shapes do not depend on the lengths.
+
+    The result is the keyword arguments of a model. Nothing in a step on it waits for the device or
+    depends on how many tokens are real, so that one CUDA graph serves every batch
+    (`fastbert.train.GraphedStep`). What is not filled is idle: rows behind the last sequence that
+    nothing attends to, empty sequences, labels that are ignored.
+
+    Args:
+        features: one mapping a sequence, as a tokenizer gives it without padding: `input_ids`, and
+            where wanted `token_type_ids`, `position_ids`, `labels` (one per token, or one integer
+            for the sequence) and `next_sentence_label`. An `attention_mask` must be all ones.
+        num_tokens: T, rows of the result.
+        num_sequences: B, sequences of the result.
+        num_labels: P, labelled tokens of the result; None leaves `label_rows` out, and the model
+            then counts the labels itself, which waits for the device.
+        max_seqlen: longest sequence allowed, part of what a graph is captured for; None: T.
+        pad_token_id: input id of idle rows.
+
+    Returns:
+        `input_ids`, `position_ids`, `attention_mask` (0 at idle rows) and the columns given, each
+        `(1, T)` int64; per-sequence columns `(B,)` int64, -100 for empty sequences;
+        `cu_seq_lens_q` `(B+1,)` int32, padded by repeating the last offset; `max_length_q` int;
+        `pooled_rows` `(B,)` int64, the first row of each sequence, which the pooler reads; and
+        `label_rows` `(P,)` int64, the labelled rows. Both are unique: places not needed hold rows
+        without a label or sequence.
+
+    Raises:
+        ValueError: a batch over one of the capacities, no or empty sequences, columns that are
+            unknown, missing in some sequences or of another length than input_ids.
+    """
+    ids, lengths = _check_features(features)
+    limit = num_tokens if max_seqlen is None else max_seqlen
+    _check_capacity("tokens", int(lengths.sum()), num_tokens, "num_tokens")
+    _check_capacity("sequences", len(lengths), num_sequences, "num_sequences")
+    _check_capacity("tokens in one sequence", int(lengths.max()), limit, "max_seqlen")
+    cu_seqlens = np.full(num_sequences + 1, lengths.sum(), dtype=np.int32)
+    cu_seqlens[: len(lengths)] = np.cumsum(lengths) - lengths
+
+    packed = {"input_ids": _filled(ids, num_tokens, pad_token_id)}
+    starts = np.repeat(cu_seqlens[: len(lengths)], lengths)
+    packed["position_ids"] = _filled([np.arange(lengths.sum()) - starts], num_tokens, 0)
+    packed["attention_mask"] = _filled([np.ones(lengths.sum())], num_tokens, 0)
+    for name in features[0].keys() - {"input_ids", "attention_mask"}:
+        packed[name] = _column(name, features, lengths, num_tokens, num_sequences)
+    pooled_rows = _unique_rows(cu_seqlens[: len(lengths)], num_sequences, num_tokens)
+    packed |= {
+        "cu_seq_lens_q": torch.from_numpy(cu_seqlens),
+        "max_length_q": limit,
+        "pooled_rows": pooled_rows,
+    }
+    if num_labels is not None:
+        packed["label_rows"] = _label_rows(packed.get("labels"), num_labels, num_tokens)
+    return packed
+
+
+def _check_features(features) -> tuple[list[np.ndarray], np.ndarray]:
+    """The ids and lengths of the sequences."""
+    if not features:
+        raise ValueError("pack: features holds no sequence; a batch needs at least one")
+    names = features[0].keys()
+    known = {*TOKEN_COLUMNS, *SEQUENCE_COLUMNS, "attention_mask"}
+    if "input_ids" not in names or names - known:
+        raise ValueError(
+            f"pack: features must have input_ids and may have {', '.join(sorted(known))}; got "
+            f"{', '.join(sorted(names))}"
+        )
+    for i, feature in enumerate(features):
+        if feature.keys() != names:
+            raise ValueError(
+                f"pack: sequence {i} has the columns {sorted(feature)}, the first has "
+                f"{sorted(names)}; give all sequences the same"
+            )
+        if "attention_mask" in names and not np.all(np.asarray(feature["attention_mask"]) != 0):
+            raise ValueError(
+                f"pack: attention_mask of sequence {i} is 0 somewhere; tokenize without padding"
+            )
+    ids = [np.asarray(feature["input_ids"]) for feature in features]
+    for i, row in enumerate(ids):
+        if row.ndim != 1 or row.size == 0 or row.dtype.kind not in "iu":
+            raise ValueError(
+                f"pack: input_ids of sequence {i} must be one or more integers in one dimension, "
+                f"got {row.dtype} of shape {row.shape}"
+            )
+    return ids, np.array([row.size for row in ids])
+
+
+def _check_capacity(what: str, count: int, capacity: int, name: str) -> None:
+    if count > capacity:
+        raise ValueError(
+            f"pack: {count} {what}, but {name} is {capacity}; put fewer into a batch or raise it"
+        )
+
+
+def _filled(parts: Sequence[np.ndarray], num_tokens: int, fill: int) -> torch.Tensor:
+    """`(1, T)` int64: the parts end to end, then `fill`."""
+    row = torch.full((1, num_tokens), fill, dtype=torch.int64)
+    values = np.concatenate(parts)
+    row[0, : len(values)] = torch.from_numpy(values.astype(np.int64))
+    return row
+
+
+def _column(name: str, features, lengths, num_tokens: int, num_sequences: int) -> torch.Tensor:
+    values = [np.asarray(feature[name]) for feature in features]
+    if name in SEQUENCE_COLUMNS and all(v.ndim == 0 for v in values):
+        if any(v.dtype.kind not in "iu" for v in values):
+            raise ValueError(
+                f"pack: {name} of a sequence must be an integer, got {values[0].dtype}; empty "
+                "sequences are marked by -100, which a regression loss does not know"
+            )
+        row = torch.full((num_sequences,), IGNORE_INDEX, dtype=torch.int64)
+        row[: len(values)] = torch.from_numpy(np.stack(values).astype(np.int64))
+        return row
+    for i, (value, length) in enumerate(zip(values, lengths, strict=True)):
+        if value.shape != (length,) or name not in TOKEN_COLUMNS:
+            raise ValueError(
+                f"pack: {name} of sequence {i} has shape {value.shape}, its input_ids ({length},)"
+            )
+    return _filled(values, num_tokens, IGNORE_INDEX if name == "labels" else 0)
+
+
+def _unique_rows(rows: np.ndarray, capacity: int, num_tokens: int) -> torch.Tensor:
+    """`(capacity,)` int64: `rows`, then rows that are not among them."""
+    _check_capacity("rows to point at", capacity, num_tokens, "num_tokens")
+    others = np.ones(num_tokens, dtype=bool)
+    others[rows] = False
+    filling = np.flatnonzero(others)[: capacity - len(rows)]
+    return torch.from_numpy(np.concatenate([rows, filling]).astype(np.int64))
+
+
+def _label_rows(labels: torch.Tensor | None, num_labels: int, num_tokens: int) -> torch.Tensor:
+    if labels is None or labels.dim() != 2:
+        raise ValueError("pack: num_labels is for labels of tokens, which these features lack")
+    rows = np.flatnonzero(labels[0].numpy() != IGNORE_INDEX)
+    _check_capacity("labelled tokens", len(rows), num_labels, "num_labels")
+    return _unique_rows(rows, num_labels, num_tokens)

@@ -97,7 +97,7 @@ def test_padding_packed_input_is_checked():
     assert (batch.max_seqlen, batch.cu_seqlens_q.dtype) == (5, torch.int32)
     with pytest.raises(ValueError, match=r"\(1, T\)"):
         packed_input(starts, 2, 5, None)
-    with pytest.raises(ValueError, match="rise from 0"):
+    with pytest.raises(ValueError, match="ends at 5, but there are 6 tokens"):
         packed_input(starts, 1, 6, None)
 
 

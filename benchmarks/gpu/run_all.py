@@ -33,6 +33,7 @@ STAGES = {
     "parity of kernels": ([*PYTEST, "tests/gpu/test_kernels_on_cuda.py"], 120),
     "parity of launchers": ([*PYTEST, "tests/kernels/test_launch.py"], 60),
     "parity of models": ([*PYTEST, "tests/gpu/test_models_on_cuda.py"], 60),
+    "parity of graphs": ([*PYTEST, "tests/gpu/test_graphs_on_cuda.py"], 60),
     "kernels": ([ME, "--stage", "kernels"], 90),
     "BERT-base": ([ME, "--stage", "base"], 60),
     "BERT-large": ([ME, "--stage", "large"], 60),

@@ -76,13 +76,14 @@ PACKED_KEYWORDS = {
     "rng_state",
     "required_rows",
     "keep_rows",
+    "pooled_rows",
     "cu_seq_lens_q",
     "cu_seq_lens_k",
     "max_length_q",
     "max_length_k",
 }
-OUR_KEYWORDS = {"rng_state", "required_rows", "keep_rows"}
-HEAD_KEYWORDS = {"return_logits", "num_items_in_batch"}
+OUR_KEYWORDS = {"rng_state", "required_rows", "keep_rows", "pooled_rows"}
+HEAD_KEYWORDS = {"return_logits", "num_items_in_batch", "label_rows"}
 # transformers' attentions that read cu_seq_lens_q themselves.
 PACKED_ATTENTION = {"flash_attention_2", "flash_attention_3"}
 
@@ -190,7 +191,10 @@ class BertModel(CachesWeights, transformers.BertModel):
 
     Args:
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed input, `(1, T)` ids, as
-            `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` gives it.
+            `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` or `fastbert.padding.pack`
+            gives it; `attention_mask` is then 0 at filling behind the last sequence.
+        pooled_rows: `(B,)` int64, unique; of packed input the rows the pooler reads, which makes
+            `pooler_output` `(B, C)`. None: the first row alone, as in transformers.
         rng_state: `(2,)` int64, the dropout stream of this forward (docs/dropout.md); drawn from
             torch's generator if None.
         required_rows: `(B, S)` bool, padded positions whose output is wanted nevertheless, as a
@@ -265,24 +269,40 @@ class BertModel(CachesWeights, transformers.BertModel):
     def _forward_padded(self, reason, inputs, kwargs):
         dispatch.log_once("BertModel", "packed rows", reason)
         dispatch.count("bert_model", "padded")
+        pooled_rows = kwargs.get("pooled_rows")
         kwargs = {k: v for k, v in kwargs.items() if k not in OUR_KEYWORDS}
         input_ids, mask, token_type_ids, position_ids, inputs_embeds = inputs
         tokens = inputs_embeds if input_ids is None else input_ids
         starts = kwargs.get("cu_seq_lens_q")
         if starts is not None and tokens is not None:
+            if position_ids is None:
+                position_ids = restarting_positions(starts, tokens.shape[1])
             if self.config._attn_implementation not in PACKED_ATTENTION:
                 # transformers' attention would let the sequences of the row see each other.
                 mask = _block_mask(starts, mask, tokens)
-            if position_ids is None:
-                position_ids = restarting_positions(starts, tokens.shape[1])
+            elif mask is not None:
+                raise NotImplementedError(
+                    f"attention_mask beside cu_seq_lens_q, and {reason}: transformers' "
+                    f"{self.config._attn_implementation} reads one of the two; use "
+                    "attn_implementation='sdpa' or leave the filling out"
+                )
         if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.dtype == torch.bool:
             mask = _additive(mask, self.dtype)
         elif _is_checkable(mask, tokens, kwargs):
             check_mask_shape("attention_mask", mask, *tokens.shape[:2])
+        if pooled_rows is not None:
+            return_dict = _return_dict(self.config, kwargs)
+            kwargs["return_dict"] = True
         with self._attention_that_returns_weights(kwargs):
-            return super().forward(
+            outputs = super().forward(
                 input_ids, mask, token_type_ids, position_ids, inputs_embeds, **kwargs
             )
+        if pooled_rows is None:
+            return outputs
+        if self.pooler is not None:
+            rows = outputs.last_hidden_state.flatten(0, 1)[pooled_rows]
+            outputs.pooler_output = self.pooler(rows[:, None])
+        return outputs if return_dict else outputs.to_tuple()
 
     def _attention_that_returns_weights(self, kwargs):
         wanted = kwargs.get("output_attentions", getattr(self.config, "output_attentions", False))
@@ -307,6 +327,7 @@ class BertModel(CachesWeights, transformers.BertModel):
         max_length_q=None,
         max_length_k=None,
         keep_rows=False,
+        pooled_rows=None,
         **ignored,
     ):
         if (input_ids is None) == (inputs_embeds is None):
@@ -329,6 +350,11 @@ class BertModel(CachesWeights, transformers.BertModel):
                 batch = replace(batch, num_required=int(required_rows.sum()))
             if position_ids is None:
                 position_ids = restarting_positions(batch.cu_seqlens_q, batch.num_rows)
+        elif pooled_rows is not None:
+            raise ValueError(
+                "pooled_rows are rows of packed input and need cu_seq_lens_q; of a padded batch "
+                "the pooler reads position 0"
+            )
         else:
             batch = pack_batch(
                 attention_mask,
@@ -348,6 +374,7 @@ class BertModel(CachesWeights, transformers.BertModel):
             rng_state,
             required_rows is not None,
             keep_rows,
+            pooled_rows,
             output_hidden_states=output_hidden_states,
             return_dict=True,
         )
@@ -362,15 +389,23 @@ class BertModel(CachesWeights, transformers.BertModel):
 
     @capture_outputs
     def _packed_rows(
-        self, batch: PackedBatch, inputs, rng_state, keep_query_only, keep_rows, **kwargs
+        self,
+        batch: PackedBatch,
+        inputs,
+        rng_state,
+        keep_query_only,
+        keep_rows,
+        pooled_rows,
+        **kwargs,
     ):
         rows = self._embed(batch, *inputs, rng_state)
         for index, layer in enumerate(self.encoder.layer):
             rows = layer(rows, packed=batch, index=index, rng_state=rng_state)
         pooled = None
         if self.pooler is not None:
+            first = batch.first_rows(rows) if pooled_rows is None else unpad(rows, pooled_rows)
             with own_linears(self):
-                pooled = self.pooler(batch.first_rows(rows)[:, None])
+                pooled = self.pooler(first[:, None])
         outputs = BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=batch.pad(rows, keep_query_only=keep_query_only),
             pooler_output=pooled,
@@ -436,15 +471,10 @@ class BertModel(CachesWeights, transformers.BertModel):
 
 
 def _packed_by_caller(mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, size):
-    if mask is not None:
-        raise ValueError(
-            "attention_mask and cu_seq_lens_q exclude one another: packed input has no padding; "
-            "pass one of them"
-        )
     if cu_seq_lens_k is not None and _differ(cu_seq_lens_q, cu_seq_lens_k):
         raise ValueError("cu_seq_lens_k must equal cu_seq_lens_q in self-attention")
     lengths = [int(n) for n in (max_length_q, max_length_k) if n is not None]
-    return packed_input(cu_seq_lens_q, *size, max(lengths) if lengths else None)
+    return packed_input(cu_seq_lens_q, *size, max(lengths) if lengths else None, mask)
 
 
 def _is_checkable(mask, tokens, kwargs) -> bool:
@@ -580,7 +610,7 @@ class _MaskedLMHead(CachesWeights):
         )
         return add_norm(activated, None, None, transform.LayerNorm, 0, None)
 
-    def _labelled_loss(self, outputs, labels, num_items_in_batch) -> torch.Tensor:
+    def _labelled_loss(self, outputs, labels, label_rows, num_items_in_batch) -> torch.Tensor:
         """Mean cross-entropy over the labelled rows, computed from those rows alone."""
         batch, rows = outputs.__dict__.get("packed", (None, None))
         labels = labels.reshape(-1).to(outputs.last_hidden_state.device)
@@ -588,7 +618,9 @@ class _MaskedLMHead(CachesWeights):
             rows = outputs.last_hidden_state.flatten(0, 1)
         elif batch.indices is not None:
             labels = labels[batch.indices]
-        if not dispatch.is_symbolic(rows):
+        if label_rows is not None:
+            rows, labels = unpad(rows, label_rows), labels[label_rows]
+        elif not dispatch.is_symbolic(rows):
             labelled = labels != IGNORE_INDEX
             if batch is None or batch.num_required is None:
                 selected = labelled.nonzero().view(-1)
@@ -633,23 +665,31 @@ class _MaskedLMHead(CachesWeights):
         shape = (*hidden.shape[:2], self.cls.predictions.decoder.out_features)
         return LazyLogits(deferred, shape, compute_dtype(hidden) or hidden.dtype, hidden.device)
 
-    def _score(self, outputs, labels, num_items_in_batch, return_logits):
+    def _score(self, outputs, labels, label_rows, num_items_in_batch, return_logits):
         """Loss and logits, each None where not asked for."""
         if labels is None:
             return None, self._logits(outputs) if return_logits else None
-        loss = self._labelled_loss(outputs, labels, num_items_in_batch)
+        loss = self._labelled_loss(outputs, labels, label_rows, num_items_in_batch)
         if not return_logits:
             return loss, None
         lazy = self._lazy_logits(outputs)
         return loss, self._logits(outputs) if lazy is None else lazy
 
-    def _run_bert(self, inputs, labels, kwargs):
+    def _run_bert(self, inputs, labels, label_rows, kwargs):
         """The model below, with labelled rows computed even where they are padding."""
         required = None
+        if label_rows is not None and kwargs.get("cu_seq_lens_q") is None:
+            raise ValueError(
+                "label_rows are rows of packed input and need cu_seq_lens_q; of a padded batch "
+                "the labelled rows are found by the labels"
+            )
         if labels is not None:
             size = inputs[0].shape if inputs[0] is not None else inputs[4].shape[:2]
             check_mask_shape("labels", labels, *size)
-            required = labels != IGNORE_INDEX
+            if label_rows is None:
+                required = labels != IGNORE_INDEX
+            elif dispatch.is_checkable(labels):
+                _check_label_rows(labels, label_rows)
         return self.bert(
             *inputs, required_rows=required, keep_rows=True, return_dict=True, **kwargs
         )
@@ -669,6 +709,8 @@ class BertForMaskedLM(_MaskedLMHead, transformers.BertForMaskedLM):
 
     Args:
         labels: `(B, S)` int64, -100 where ignored; a label on padding counts as in transformers.
+        label_rows: `(P,)` int64, unique; of packed input all rows that have a label, and any
+            without. Given, nothing waits for the device to find them (`fastbert.padding.pack`).
         num_items_in_batch: denominator of the loss, as Trainer passes it under gradient
             accumulation; None: the labels of this batch.
         return_logits: False leaves `logits` out.
@@ -688,11 +730,12 @@ class BertForMaskedLM(_MaskedLMHead, transformers.BertForMaskedLM):
             kwargs = {k: v for k, v in kwargs.items() if k not in HEAD_KEYWORDS}
             return super().forward(*inputs, **kwargs)
         labels = kwargs.pop("labels", None)
+        label_rows = kwargs.pop("label_rows", None)
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         return_logits = kwargs.pop("return_logits", True)
         return_dict = _return_dict(self.config, kwargs)
-        outputs = self._run_bert(inputs, labels, kwargs)
-        loss, logits = self._score(outputs, labels, num_items_in_batch, return_logits)
+        outputs = self._run_bert(inputs, labels, label_rows, kwargs)
+        loss, logits = self._score(outputs, labels, label_rows, num_items_in_batch, return_logits)
         kind = LazyMaskedLMOutput if isinstance(logits, LazyLogits) else MaskedLMOutput
         result = kind(
             loss=loss,
@@ -723,16 +766,17 @@ class BertForPreTraining(_MaskedLMHead, transformers.BertForPreTraining):
             kwargs = {k: v for k, v in kwargs.items() if k not in HEAD_KEYWORDS}
             return super().forward(*inputs, **kwargs)
         labels = kwargs.pop("labels", None)
+        label_rows = kwargs.pop("label_rows", None)
         next_sentence_label = kwargs.pop("next_sentence_label", None)
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         return_logits = kwargs.pop("return_logits", True)
         return_dict = _return_dict(self.config, kwargs)
         has_loss = labels is not None and next_sentence_label is not None
         labels = labels if has_loss else None
-        outputs = self._run_bert(inputs, labels, kwargs)
+        outputs = self._run_bert(inputs, labels, label_rows, kwargs)
         with own_linears(self):
             pair_logits = self.cls.seq_relationship(outputs.pooler_output)
-        loss, logits = self._score(outputs, labels, num_items_in_batch, return_logits)
+        loss, logits = self._score(outputs, labels, label_rows, num_items_in_batch, return_logits)
         if has_loss:
             pairs = nn.functional.cross_entropy(
                 pair_logits.view(-1, 2).float(), next_sentence_label.view(-1)
@@ -816,6 +860,17 @@ class BertForQuestionAnswering(_Head, transformers.BertForQuestionAnswering):
     def rows_read_by_loss(self, inputs, kwargs):
         tokens = inputs[0] if inputs[0] is not None else inputs[4]
         return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+
+
+def _check_label_rows(labels: torch.Tensor, label_rows: torch.Tensor) -> None:
+    listed, all_labels = (
+        int((x != IGNORE_INDEX).sum()) for x in (labels.view(-1)[label_rows], labels)
+    )
+    if listed != all_labels:
+        raise ValueError(
+            f"label_rows must list every labelled row once: they reach {listed} labels of "
+            f"{all_labels}"
+        )
 
 
 def _is_sharded(module: nn.Module) -> bool:

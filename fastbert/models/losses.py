@@ -7,8 +7,7 @@ that ignores the number trains with n times the gradient (huggingface/transforme
 
 import torch
 
-IGNORE_INDEX = -100
-"""Label of a position without one, as in transformers and torch."""
+from fastbert.padding import IGNORE_INDEX
 
 
 def mean_loss(

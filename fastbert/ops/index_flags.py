@@ -41,7 +41,8 @@ def raise_pending(device: torch.device) -> None:
     Raises:
         IndexError: always.
     """
-    _flags.pop(device)
+    # In place: a captured graph goes on writing to this tensor.
+    _flags[device].zero_()
     raise IndexError(
         f"an earlier forward on {device} had input_ids, token_type_ids, position_ids or labels "
         "outside their tables; its results are wrong. Check the tokenizer against the model's "
