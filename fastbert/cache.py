@@ -5,7 +5,7 @@ holds. It is dropped by that module's next forward with gradients, `train()`, `e
 (`.to()`, `.half()`), any optimizer step in the process, and `refresh(model)`; it is left out of
 pickles and deep copies. A copy still there is used only while `Fingerprint.matches()`: fused
 optimizers and writes through `.data` change weights without raising `_version`, so the fingerprint
-also compares addresses and a sample of the values.
+also compares addresses and one value of every row.
 
 Only CPU weights are copied: comparing values on a GPU would stall the host at every layer.
 """
@@ -15,10 +15,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-
-SAMPLES = 64
-"""Values compared per weight: enough for an update, a swap or a rescaling; one changed element of
-a large matrix can pass between them, which is what `refresh` is for."""
 
 _optimizer_steps = 0
 
@@ -42,7 +38,7 @@ class Fingerprint:
     def __init__(self, tensors: Sequence[torch.Tensor]):
         self.step = _optimizer_steps
         self.keys = [_key(t) for t in tensors]
-        views = [_sample_view(t) for t in tensors]
+        views = [view for t in tensors for view in _sample_views(t)]
         self.pairs = [(view, view.clone()) for view in views]
 
     def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -57,12 +53,23 @@ def _key(tensor: torch.Tensor) -> tuple:
     return tensor.data_ptr(), version, tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _sample_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Bits of a grid of about SAMPLES elements: always a view, and NaN equals itself."""
-    per_dim = max(2, round(SAMPLES ** (1 / max(1, tensor.dim()))))
-    grid = tuple(slice(None, None, max(1, size // per_dim)) for size in tensor.shape)
+def _sample_views(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Bits of one element of every row of a matrix, along diagonals, so that every column, or in a
+    matrix of R rows and C > R columns every (C // R)-th, is met too; of the whole of anything else.
+
+    An ablated head or neuron is a block of rows or columns. Always views, and NaN equals itself.
+    """
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.detach()[grid].view(bits[tensor.element_size()])
+    tensor = tensor.detach().view(bits[tensor.element_size()])
+    if tensor.dim() != 2 or tensor.numel() == 0 or not tensor.is_contiguous():
+        return [tensor]
+    rows, columns = tensor.shape
+    step = max(1, columns // rows)
+    length = min(rows, columns // step)
+    count, rest = divmod(rows, length)
+    start, end = tensor.storage_offset(), tensor.storage_offset() + count * length * columns
+    diagonals = tensor.as_strided((count, length), (length * columns, columns + step), start)
+    return [diagonals, tensor.as_strided((rest,), (columns + step,), end)]
 
 
 class WeightCache:
@@ -145,8 +152,9 @@ def kept(
 def refresh(model: nn.Module) -> None:
     """Drops every cached copy of `model`'s weights.
 
-    Needed only after single elements of a weight were changed through `.data` or raw memory
-    between two forwards without gradients: every other change is noticed.
+    Needed only after parts of a row of a weight were changed through `.data`, raw memory or under
+    `torch.inference_mode()` between two forwards without gradients: every other change is noticed,
+    whole rows (a head, a neuron) and blocks of columns wider than columns / rows among them.
     """
     for module in model.modules():
         if isinstance(module, CachesWeights):

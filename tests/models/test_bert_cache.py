@@ -146,3 +146,40 @@ def test_fingerprint_of_nan_and_small_dtypes():
         torch.ones(0),
     ):
         assert Fingerprint([weight]).matches([weight])
+
+
+@pytest.mark.parametrize(
+    "shape", [(48, 48), (48, 192), (192, 48), (50, 48), (7, 99), (1, 5), (5, 1)]
+)
+def test_fingerprint_sees_every_row_and_block_of_columns(shape):
+    """Ablations of heads and neurons, through `.data` or in inference mode, where no version
+    tells."""
+    rows, columns = shape
+    weight = torch.randn(3, *shape)[1]
+    prints = Fingerprint([weight])
+    width = columns // rows + 1
+    for row in range(rows):
+        assert _notices(prints, weight, weight[row]), row
+    for first in range(columns - width + 1):
+        assert _notices(prints, weight, weight[:, first : first + width]), first
+
+
+def _notices(prints, weight, part):
+    kept = part.clone()
+    part.data.zero_()
+    seen = not prints.matches([weight])
+    part.data.copy_(kept)
+    assert prints.matches([weight])
+    return seen
+
+
+def test_ablated_head_is_noticed():
+    ours, theirs = model_pair("BertModel", small_bert_config())
+    inputs = head_inputs("BertModel", padded_batch((7, 7), 99, seed=2), None)
+    with torch.inference_mode():
+        before = ours(**inputs).last_hidden_state
+        for model in (ours, theirs):
+            model.encoder.layer[0].attention.self.value.weight.data[12:24] = 0
+        after = ours(**inputs).last_hidden_state
+        torch.testing.assert_close(after, theirs(**inputs).last_hidden_state, rtol=0, atol=1e-5)
+    assert not torch.allclose(before, after, atol=1e-3)
