@@ -47,7 +47,7 @@ def render(data: dict, as_json: bool = False) -> str:
         lines.append(f"FASTBERT_BACKEND          {data['FASTBERT_BACKEND']}")
     lines.append("ops")
     for row in data["ops"]:
-        lines.append(f"  {row['op']:24}{row['device']}: {row['chosen']}")
+        lines.append(f"  {row['op']:25} {row['device']}: {row['chosen']}")
         for backend, reasons in row["rejected"].items():
             shown = [_short(reason, data["compiled part"]) for reason in reasons]
             lines.append(f"  {'':26}not {backend}: {'; '.join(shown)}")

@@ -12,7 +12,7 @@ def test_env_lists_every_op():
     assert {row["op"] for row in data["ops"]} == dispatch.OPS.keys()
     text = env.render(data)
     chosen = "cpu" if extension.load() is None else "reference"
-    assert f"attention_fwd           cpu: {chosen}" in text
+    assert f"attention_packed_qkv_bwd  cpu: {chosen}" in text
     assert data["cpu"]["C++ kernels"] == (extension.cpu_isa() or "not loaded")
     assert "checked in Triton's interpreter only" in text
     assert "torch" in text

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <string_view>
 
 #include "cpu/inline.h"
 #include "cpu/isa.h"
@@ -64,7 +65,10 @@ const Source& source_at(const std::vector<Source>& sources, int64_t& row) {
 bool splits_fp32() {
   static const bool on = [] {
     const char* setting = std::getenv("FASTBERT_SPLIT_FP32");
-    return setting == nullptr || std::strcmp(setting, "0") != 0;
+    const std::string_view value = setting == nullptr ? "" : setting;
+    TORCH_CHECK_VALUE(value.empty() || value == "0" || value == "1",
+                      "FASTBERT_SPLIT_FP32: must be 0 or 1, got '", value, "'");
+    return value != "0";
   }();
   return on;
 }

@@ -3,6 +3,8 @@
 import transformers
 from torch import nn
 
+from fastbert import dispatch
+
 CONVERSIONS: dict[type, type] = {}
 """transformers' class to ours; each family's adapter adds its own."""
 
@@ -18,8 +20,9 @@ def accelerate(model: nn.Module) -> nn.Module:
     """Gives every transformers encoder inside `model` fastbert's forward, in place.
 
     Parameters, buffers, hooks and the module tree stay the same objects; only the classes of the
-    modules we know change, by exact type, so a user's own subclass keeps its behaviour. Works on a
-    bare model and on anything that holds one (a SentenceTransformer, a PEFT model, a Trainer's).
+    modules we know change, by exact type, so a user's own subclass keeps its forward, and the log
+    says so. Works on a bare model and on anything that holds one (a SentenceTransformer, a PEFT
+    model, a Trainer's).
 
     Args:
         model: any module.
@@ -29,7 +32,7 @@ def accelerate(model: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: `model` is not a torch module.
-        ValueError: it holds nothing fastbert knows.
+        ValueError: it holds no model fastbert knows.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -38,29 +41,39 @@ def accelerate(model: nn.Module) -> nn.Module:
         )
     import fastbert.models.bert  # noqa: F401  the families register their conversions
 
-    found = swap_classes(model)
-    if not found and not any(type(m) in CONVERSIONS.values() for m in model.modules()):
+    swap_classes(model)
+    models = [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
+    derived = sorted({type(m).__name__ for m in models if _is_derived(m)})
+    if derived:
+        reason = f"{', '.join(derived)} derives from a class fastbert knows and keeps its forward"
+        dispatch.log_once("accelerate", "packed rows", reason)
+    if not any(type(m) in CONVERSIONS.values() for m in models):
         known = sorted(
             c.__name__ for c in CONVERSIONS if issubclass(c, transformers.PreTrainedModel)
         )
         raise ValueError(
             f"accelerate: {type(model).__name__} holds no model fastbert knows; known are "
-            f"{', '.join(known)}"
+            f"{', '.join(known)}, not classes derived from them"
         )
     return model
 
 
-def swap_classes(model: nn.Module) -> int:
-    """Changes the class of each known module; returns how many were changed."""
-    found = 0
+def _is_derived(model: nn.Module) -> bool:
+    """Whether a user's class stands between `model` and the class fastbert would replace."""
+    kinds = type(model).__mro__
+    return any(c in kinds for c in CONVERSIONS) and not any(
+        c in kinds for c in CONVERSIONS.values()
+    )
+
+
+def swap_classes(model: nn.Module) -> None:
+    """Changes the class of each known module."""
     for module in model.modules():
         ours = CONVERSIONS.get(type(module))
         if ours is not None:
             module.__class__ = ours
-            found += 1
             if isinstance(module, transformers.PreTrainedModel):
                 _record_outputs_of(module)
-    return found
 
 
 def _record_outputs_of(model: transformers.PreTrainedModel) -> None:

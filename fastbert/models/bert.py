@@ -44,6 +44,7 @@ from fastbert.encoder import (
     is_unhooked,
 )
 from fastbert.models.accelerate import register_conversions, swap_classes
+from fastbert.models.inputs import check_ids, check_tensors
 from fastbert.models.linears import own_linear, own_linears
 from fastbert.models.losses import IGNORE_INDEX, mean_loss, rescaled_loss
 from fastbert.models.outputs import (
@@ -202,7 +203,9 @@ class BertModel(CachesWeights, transformers.BertModel):
         keep_rows: leave the packed rows on the output object, for a head.
 
     Raises:
-        ValueError: both or neither of input_ids and inputs_embeds, or shapes that do not fit.
+        TypeError: what should be a tensor is none, or ids are no integers.
+        ValueError: both or neither of input_ids and inputs_embeds, shapes that do not fit, on a CPU
+            an id outside its table (elsewhere see fastbert.ops.index_flags).
     """
 
     def __init__(self, config, add_pooling_layer=True):
@@ -219,6 +222,13 @@ class BertModel(CachesWeights, transformers.BertModel):
         **kwargs,
     ):
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        check_tensors(
+            input_ids=input_ids,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            cu_seq_lens_q=kwargs.get("cu_seq_lens_q"),
+        )
         reason = self.why_not_packed(attention_mask, kwargs)
         if reason is not None:
             return self._forward_padded(reason, inputs, kwargs)
@@ -242,11 +252,7 @@ class BertModel(CachesWeights, transformers.BertModel):
         if attention_mask is not None:
             if type(attention_mask).__name__ == "BlockMask":
                 return "attention_mask is flex attention's"
-            if not isinstance(attention_mask, torch.Tensor):
-                raise TypeError(
-                    "attention_mask must be a tensor of shape (batch, length), got a "
-                    f"{type(attention_mask).__name__}; ask the tokenizer for return_tensors='pt'"
-                )
+            check_tensors(attention_mask=attention_mask)
             if attention_mask.dim() == 4:
                 return "attention_mask is given per query"
         return self._why_modules_not_packed()
@@ -421,10 +427,21 @@ class BertModel(CachesWeights, transformers.BertModel):
         embeddings = self.embeddings
         if position_ids is None:
             position_ids = embeddings.position_ids[:, : batch.seqlen]
+        else:
+            position_ids = one_row("position_ids", position_ids, batch)
+            num_positions = embeddings.position_embeddings.num_embeddings
+            check_ids("position_ids", position_ids, num_positions, batch)
         if token_type_ids is None:
             token_type_ids = embeddings.token_type_ids[0][position_ids]
-        position_ids = one_row("position_ids", position_ids, batch)
-        token_type_ids = one_row("token_type_ids", token_type_ids, batch)
+        else:
+            token_type_ids = one_row("token_type_ids", token_type_ids, batch)
+            num_types = embeddings.token_type_embeddings.num_embeddings
+            check_ids("token_type_ids", token_type_ids, num_types, batch)
+        if input_ids is not None:
+            num_words = getattr(
+                embeddings.word_embeddings, "num_embeddings", self.config.vocab_size
+            )
+            check_ids("input_ids", input_ids, num_words, batch)
         position_ids, token_type_ids = batch.unpad(position_ids), batch.unpad(token_type_ids)
         input_ids = None if input_ids is None else batch.unpad(input_ids)
         inputs_embeds = None if inputs_embeds is None else batch.unpad(inputs_embeds)
@@ -684,6 +701,7 @@ class _MaskedLMHead(CachesWeights):
                 "the labelled rows are found by the labels"
             )
         if labels is not None:
+            check_tensors(input_ids=inputs[0], inputs_embeds=inputs[4], labels=labels)
             size = inputs[0].shape if inputs[0] is not None else inputs[4].shape[:2]
             check_mask_shape("labels", labels, *size)
             if label_rows is None:

@@ -98,3 +98,18 @@ def test_isa_from_the_environment():
         else:
             assert run.returncode != 0
             assert "FASTBERT_CPU_ISA: unknown instruction set 'nonsense'" in run.stderr
+
+
+def test_split_fp32_from_the_environment():
+    if extension.cpu_isa() != "amx":
+        pytest.skip("products are split on AMX only")
+    code = "import torch, fastbert.ops.linear as l; x = torch.ones(9, 64); l.linear(x, x, None)"
+    for wanted, status in (("0", 0), ("1", 0), ("no", 1)):
+        run = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"FASTBERT_SPLIT_FP32": wanted},
+        )
+        assert run.returncode == status, run.stderr
+    assert "FASTBERT_SPLIT_FP32: must be 0 or 1, got 'no'" in run.stderr

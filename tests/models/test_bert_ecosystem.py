@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import logging
 
 import pytest
 import torch
@@ -81,13 +82,20 @@ def test_accelerate_in_place(name):
     fastbert.accelerate(model)
 
 
-def test_accelerate_leaves_subclasses_alone():
+def test_accelerate_leaves_subclasses_alone(caplog):
+    """Their own forward is kept: said in the log beside another model, refused alone."""
+
     class Mine(transformers.BertModel):
         pass
 
     model = Mine(small_bert_config())
-    fastbert.accelerate(model)
-    assert type(model) is Mine
+    both = torch.nn.ModuleList([model, transformers.BertModel(small_bert_config())])
+    with caplog.at_level(logging.INFO, logger="fastbert"):
+        fastbert.accelerate(both)
+    assert "Mine derives from a class fastbert knows" in caplog.text
+    assert [type(m) for m in both] == [Mine, fastbert.BertModel]
+    with pytest.raises(ValueError, match="not classes derived from them"):
+        fastbert.accelerate(model)
 
 
 def test_accelerate_refuses_what_it_does_not_know():

@@ -97,7 +97,20 @@ def test_ids_out_of_range_raise(pair, inputs, name, value):
     inputs.setdefault("position_ids", torch.arange(12).expand(4, -1))
     inputs[name] = inputs[name].clone()
     inputs[name][0, 1] = value
-    with pytest.raises((ValueError, IndexError), match=str(value)):
+    with pytest.raises(ValueError, match=rf"{name} holds {value} at \(0, 1\)"):
+        _states(pair[0], **inputs)
+
+
+def test_ids_out_of_range_at_padding_are_not_read(pair, inputs):
+    expected = _states(pair[0], **inputs)
+    ids = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    assert torch.equal(_states(pair[0], **{**inputs, "input_ids": ids}), expected)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "token_type_ids", "position_ids"])
+def test_ids_that_are_no_integers_raise(pair, inputs, name):
+    inputs[name] = torch.zeros(4, 12)
+    with pytest.raises(TypeError, match=rf"{name} must be int64 or int32.*\(4, 12\)"):
         _states(pair[0], **inputs)
 
 
@@ -258,12 +271,21 @@ def test_every_length(pair, length):
     _close(actual, _states(pair[1], input_ids=ids))
 
 
-def test_lists_and_nothing_raise(pair):
+@pytest.mark.parametrize(
+    "name",
+    ["input_ids", "attention_mask", "token_type_ids", "position_ids", "cu_seq_lens_q", "labels"],
+)
+def test_lists_and_arrays_raise(name):
+    ours, _ = model_pair("BertForMaskedLM", small_bert_config())
     ids = torch.ones(2, 5, dtype=torch.long)
-    with pytest.raises(TypeError, match="attention_mask must be a tensor"):
-        pair[0](ids, attention_mask=[[1] * 5] * 2)
+    for value in ([[1] * 5] * 2, ids.numpy()):
+        with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got a (list|ndarray)"):
+            ours(**{"input_ids": ids, name: value})
+
+
+def test_nothing_raises(pair):
     with pytest.raises(ValueError, match="0 positions"):
-        pair[0](ids[:, :0])
+        pair[0](torch.ones(2, 0, dtype=torch.long))
 
 
 def test_wrong_label_shape_raises():

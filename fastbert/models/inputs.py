@@ -1,0 +1,49 @@
+"""Checks of what a caller hands a model, in the caller's terms: the ops below see packed rows."""
+
+import torch
+
+from fastbert import dispatch
+from fastbert.padding import PackedBatch
+
+
+def check_tensors(**named) -> None:
+    """Raises TypeError unless every argument is a tensor or None."""
+    for name, value in named.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"{name} must be a torch.Tensor, got a {type(value).__name__}; ask the tokenizer "
+                "for return_tensors='pt', or use torch.as_tensor"
+            )
+
+
+def check_ids(name: str, ids: torch.Tensor, num_ids: int, batch: PackedBatch) -> None:
+    """Raises unless `ids` `(B, S)` or `(1, S)` are integers, on a CPU within their table.
+
+    Args:
+        name: the argument.
+        ids: what was passed.
+        num_ids: rows of the table.
+        batch: whose rows will be read; ids at padding are not looked at.
+
+    Raises:
+        TypeError: ids that are no integers.
+        ValueError: an id outside the table, with its place in the batch.
+    """
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(
+            f"{name} must be int64 or int32, got {ids.dtype} of shape {tuple(ids.shape)}"
+        )
+    if not dispatch.is_checkable(ids):
+        return
+    low, high = (int(v) for v in torch.aminmax(ids))
+    if low >= 0 and high < num_ids:
+        return
+    wrong = (ids < 0) | (ids >= num_ids)
+    if batch.real is not None:
+        wrong = wrong & batch.real.view(batch.batch_size, batch.seqlen)
+    for row, position in wrong.nonzero()[:1].tolist():
+        raise ValueError(
+            f"{name} holds {int(ids.expand_as(wrong)[row, position])} at ({row}, {position}), but "
+            f"its table has {num_ids} rows (0 to {num_ids - 1}); check the tokenizer against the "
+            "model's config"
+        )
