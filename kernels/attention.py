@@ -3,8 +3,9 @@
 Letters: Tq query rows, Tk key rows, N heads, D head dim, B sequences.
 
 The forward is that of Dao 2023, "FlashAttention-2", section 3.1; the backward recomputes the
-probabilities from softmax_lse (algorithm 2) in two kernels, one that owns queries and one that owns
-keys, so that no sum is made by atomics and every run gives the same bits.
+probabilities from softmax_lse (algorithm 2). No sum is made by atomics, so that every run gives the
+same bits: for short sequences one program owns a head of a sequence, with all its gradients; for
+others two kernels, one that owns queries and one that owns keys, make each tile of scores twice.
 
 One launch serves sequences of any lengths, and the host never learns them. Sequence i takes the
 slots from cu_seqlens[i] // BLOCK + i on; there are always enough of them for its blocks, since
@@ -24,6 +25,8 @@ from .philox import dropout_settings, keep_scores
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 NO_BOUND = 1 << 30
+LONGEST_IN_ONE_PASS = 512
+"""Up to here dq of a head, fp32, is at most 128 KiB and stays in L2 between blocks of keys."""
 BLOCK_B = 256
 """Sequences looked at together when a program finds its own."""
 
@@ -54,6 +57,14 @@ def other_rows(cu_seqlens_ptr, sequence, num_sequences):
         start = tl.load(cu_seqlens_ptr + sequence)
         length = tl.load(cu_seqlens_ptr + sequence + 1) - start
     return start, length
+
+
+@triton.jit
+def rows_of(cu_seqlens_ptr, sequence, num_sequences, num_rows):
+    """First row and number of rows of a sequence; of the idle rows where it is `num_sequences`."""
+    start = tl.load(cu_seqlens_ptr + sequence)
+    following = tl.load(cu_seqlens_ptr + tl.minimum(sequence + 1, num_sequences))
+    return start, tl.where(sequence == num_sequences, num_rows, following) - start
 
 
 @triton.jit
@@ -348,6 +359,113 @@ def _attention_bwd_dkv_kernel(
     store_head_rows(dv_ptr, dv, start_k, key, num_keys, dk_row, dk_head, D, BLOCK_D)
 
 
+@triton.jit(do_not_specialize=["threshold", "site"])
+def _attention_bwd_kernel(
+    dout_ptr,  # (Tq, N, D), contiguous
+    q_ptr,  # (Tq, N, D)
+    k_ptr,  # (Tk, N, D)
+    v_ptr,  # (Tk, N, D)
+    out_ptr,  # (Tq, N, D), contiguous
+    lse_ptr,  # fp32 (N, Tq)
+    dq_ptr,  # (Tq, N, D)
+    dk_ptr,  # (Tk, N, D)
+    dv_ptr,  # (Tk, N, D)
+    delta_ptr,  # fp32 (N, Tq), workspace: the row sums of P·dP
+    dq_sum_ptr,  # fp32 (Tq, N, D), workspace: dq of the key blocks so far
+    cu_seqlens_q_ptr,  # int32 (B + 1,)
+    cu_seqlens_k_ptr,  # int32 (B + 1,)
+    rng_state_ptr,  # int64 (2,), unread without DROPOUT
+    num_sequences,
+    num_rows_q,
+    num_rows_k,
+    num_heads,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    dq_row,
+    dq_head,
+    dk_row,
+    dk_head,
+    softmax_scale,
+    threshold,
+    dropout_scale,
+    site,
+    DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A program has a head of a whole sequence (of the idle rows, the last), so each tile of the
+    scores is made once. dq goes through memory that no other program reads, and stays in L2."""
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    start_q, num_queries = rows_of(cu_seqlens_q_ptr, sequence, num_sequences, num_rows_q)
+    start_k, num_keys = rows_of(cu_seqlens_k_ptr, sequence, num_sequences, num_rows_k)
+    seeing, row_step = num_queries, num_heads * D
+    if sequence == num_sequences:
+        seeing = 0
+    for first in range(0, num_queries, BLOCK_Q):
+        query = first + tl.arange(0, BLOCK_Q)
+        if seeing == 0 or num_keys == 0:
+            nothing = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+            store_head_rows(
+                dq_ptr, nothing, start_q, query, num_queries, dq_row, dq_head, D, BLOCK_D
+            )
+        else:
+            dout = head_rows(dout_ptr, start_q, query, num_queries, row_step, D, D, BLOCK_D)
+            out = head_rows(out_ptr, start_q, query, num_queries, row_step, D, D, BLOCK_D)
+            delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+            at = head.to(tl.int64) * num_rows_q + start_q + query
+            tl.store(delta_ptr + at, delta, mask=query < num_queries)
+    for first_key in range(0, num_keys, BLOCK_K):
+        # What the threads of this program wrote before is read by others of them below.
+        tl.debug_barrier()
+        key = first_key + tl.arange(0, BLOCK_K)
+        k = head_rows(k_ptr, start_k, key, num_keys, k_row, k_head, D, BLOCK_D)
+        v = head_rows(v_ptr, start_k, key, num_keys, v_row, v_head, D, BLOCK_D)
+        dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+        dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+        is_last = first_key + BLOCK_K >= num_keys
+        for first in range(0, seeing, BLOCK_Q):
+            query = first + tl.arange(0, BLOCK_Q)
+            q = head_rows(q_ptr, start_q, query, num_queries, q_row, q_head, D, BLOCK_D)
+            dout = head_rows(dout_ptr, start_q, query, num_queries, row_step, D, D, BLOCK_D)
+            at = head.to(tl.int64) * num_rows_q + start_q + query
+            lse = tl.load(lse_ptr + at, mask=query < num_queries, other=float("-inf")) * LOG2_E
+            delta = tl.load(delta_ptr + at, mask=query < num_queries, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (softmax_scale * LOG2_E)
+            weights = probabilities(scores, lse, seen(query, key, num_keys, 0, 0, False))
+            dweights = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+            dropped = weights
+            if DROPOUT:
+                place = sequence_head(sequence, num_heads)
+                keep = keep_scores(
+                    rng_state_ptr, first, first_key, place, threshold, site, BLOCK_Q, BLOCK_K
+                )
+                dropped = tl.where(keep, weights * dropout_scale, 0.0)
+                dweights = tl.where(keep, dweights * dropout_scale, 0.0)
+            dv = tl.dot(tl.trans(dropped.to(v.dtype)), dout, dv, input_precision=PRECISION)
+            dscores = (weights * (dweights - delta[:, None])).to(k.dtype)
+            dk = tl.dot(tl.trans(dscores), q, dk, input_precision=PRECISION)
+            # Masked by their counts: nothing is read before the second block of keys, no sum is
+            # kept after the last.
+            had = tl.where(first_key > 0, num_queries, 0)
+            kept = tl.where(is_last, 0, num_queries)
+            given = num_queries - kept
+            dq = head_rows(dq_sum_ptr, start_q, query, had, row_step, D, D, BLOCK_D)
+            dq = tl.dot(dscores, k, dq, input_precision=PRECISION)
+            store_head_rows(dq_sum_ptr, dq, start_q, query, kept, row_step, D, D, BLOCK_D)
+            dq = dq * softmax_scale
+            store_head_rows(dq_ptr, dq, start_q, query, given, dq_row, dq_head, D, BLOCK_D)
+        dk = dk * softmax_scale
+        store_head_rows(dk_ptr, dk, start_k, key, num_keys, dk_row, dk_head, D, BLOCK_D)
+        store_head_rows(dv_ptr, dv, start_k, key, num_keys, dk_row, dk_head, D, BLOCK_D)
+
+
 def blocks(head_dim: int, dtype: torch.dtype, kernel: str, major: int) -> dict[str, int]:
     """Tile sizes, warps and stages, such that nothing is spilled.
 
@@ -355,7 +473,7 @@ def blocks(head_dim: int, dtype: torch.dtype, kernel: str, major: int) -> dict[s
     takes smaller tiles.
 
     Args:
-        kernel: `fwd`, `bwd_dq` or `bwd_dkv`.
+        kernel: `fwd`, `bwd` (of `fits_one_pass`), `bwd_dq` or `bwd_dkv`.
         major: compute capability. The tensor cores of 9 and 10 read shared memory themselves, which
             leaves registers for wider tiles.
     """
@@ -363,6 +481,8 @@ def blocks(head_dim: int, dtype: torch.dtype, kernel: str, major: int) -> dict[s
     small, wide = block_d <= 64, major in (9, 10)
     if dtype == torch.float32:
         tile = (32, 32, 1 if kernel == "bwd_dkv" else 2)
+    elif kernel == "bwd":
+        tile = (64 if wide else 32, 64, 1)
     elif kernel == "fwd":
         tile = (64, 64 if wide or small else 32, 3 if small else 2 if wide else 1)
     elif kernel == "bwd_dq":
@@ -371,7 +491,28 @@ def blocks(head_dim: int, dtype: torch.dtype, kernel: str, major: int) -> dict[s
         tile = (64, 64, 2) if wide and small else (64, 32, 1)
     sizes = zip(("BLOCK_Q", "BLOCK_K", "num_stages"), tile, strict=True)
     warps = 8 if major == 10 and not small and kernel == "bwd_dkv" else 4
-    return {**dict(sizes), "num_warps": warps, "BLOCK_D": block_d, "BLOCK_B": BLOCK_B}
+    search = {} if kernel == "bwd" else {"BLOCK_B": BLOCK_B}
+    return {**dict(sizes), "num_warps": warps, "BLOCK_D": block_d, **search}
+
+
+def fits_one_pass(q, num_sequences, max_seqlens, window) -> bool:
+    """Whether a program for each head of a sequence makes the backward: where that is short, where
+    there are enough of them to fill the device, and where the tiles spill nothing."""
+    return (
+        max(max_seqlens) <= LONGEST_IN_ONE_PASS
+        and window is None
+        and q.dtype != torch.float32
+        and q.shape[-1] <= 64
+        and num_sequences * q.shape[1] >= _processors(q.device)
+    )
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of the device; 0 for the interpreter."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
@@ -503,62 +644,100 @@ def _backward(
     cu_seqlens_k,
     max_seqlen_q,
     max_seqlen_k,
-    *options,
+    softmax_scale,
+    window,
+    dropout_p,
+    site,
+    rng_state,
 ):
     """Fills dq, dk and dv, of which the last two have the same strides."""
+    if q.numel() == k.numel() == 0:
+        return
     q, k, v = _with_contiguous_heads(q, k, v)
     dout, out = dout.contiguous(), out.contiguous()
-    num_heads = q.shape[1]
-    scalars, constants = _settings(q, *options)
-    rng_state = options[-1]
+    scalars, constants = _settings(q, softmax_scale, window, dropout_p, site, rng_state)
     num_sequences = cu_seqlens_q.shape[0] - 1
-    delta = torch.empty_like(softmax_lse)
     lengths = (
         cu_seqlens_q,
         cu_seqlens_k,
         cu_seqlens_q if rng_state is None else rng_state,
         num_sequences,
     )
-    steps = _steps(q, k, v)
+    tensors = (dout, q, k, v, out, softmax_lse, dq, dk, dv, torch.empty_like(softmax_lse))
+    short = fits_one_pass(q, num_sequences, (max_seqlen_q, max_seqlen_k), window)
+    launch = _one_pass if short else _two_passes
     with on_device(q):
-        if q.numel() > 0:
-            dq_constants = constants("bwd_dq")
-            slots = _slots(q, dq_constants["BLOCK_Q"], num_sequences)
-            _attention_bwd_dq_kernel[(slots, num_heads)](
-                dout,
-                q,
-                k,
-                v,
-                out,
-                softmax_lse,
-                dq,
-                delta,
-                *lengths,
-                q.shape[0],
-                num_heads,
-                *steps,
-                *_steps(dq),
-                *scalars,
-                **dq_constants,
-            )
-        if k.numel() > 0:
-            dkv_constants = constants("bwd_dkv")
-            slots = _slots(k, dkv_constants["BLOCK_K"], num_sequences)
-            _attention_bwd_dkv_kernel[(slots, num_heads)](
-                dout,
-                q,
-                k,
-                v,
-                softmax_lse,
-                delta,
-                dk,
-                dv,
-                *lengths,
-                q.shape[0],
-                k.shape[0],
-                num_heads,
-                *steps,
-                *_steps(dk),
-                *scalars,
-                **dkv_constants,
-            )
+        launch(*tensors, lengths, scalars, constants)
+
+
+def _one_pass(dout, q, k, v, out, lse, dq, dk, dv, delta, lengths, scalars, constants):
+    constants = constants("bwd")
+    del constants["WINDOW"]
+    softmax_scale, _, _, *dropout = scalars
+    _attention_bwd_kernel[(lengths[-1] + 1, q.shape[1])](
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dq,
+        dk,
+        dv,
+        delta,
+        torch.empty_like(out, dtype=torch.float32),
+        *lengths,
+        q.shape[0],
+        k.shape[0],
+        q.shape[1],
+        *_steps(q, k, v, dq, dk),
+        softmax_scale,
+        *dropout,
+        **constants,
+    )
+
+
+def _two_passes(dout, q, k, v, out, lse, dq, dk, dv, delta, lengths, scalars, constants):
+    num_heads, num_sequences = q.shape[1], lengths[-1]
+    steps = _steps(q, k, v)
+    if q.numel() > 0:
+        dq_constants = constants("bwd_dq")
+        slots = _slots(q, dq_constants["BLOCK_Q"], num_sequences)
+        _attention_bwd_dq_kernel[(slots, num_heads)](
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dq,
+            delta,
+            *lengths,
+            q.shape[0],
+            num_heads,
+            *steps,
+            *_steps(dq),
+            *scalars,
+            **dq_constants,
+        )
+    if k.numel() > 0:
+        dkv_constants = constants("bwd_dkv")
+        slots = _slots(k, dkv_constants["BLOCK_K"], num_sequences)
+        _attention_bwd_dkv_kernel[(slots, num_heads)](
+            dout,
+            q,
+            k,
+            v,
+            lse,
+            delta,
+            dk,
+            dv,
+            *lengths,
+            q.shape[0],
+            k.shape[0],
+            num_heads,
+            *steps,
+            *_steps(dk),
+            *scalars,
+            **dkv_constants,
+        )

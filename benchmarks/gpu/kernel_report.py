@@ -77,6 +77,7 @@ FLOAT_POINTERS = {
     "rstd_ptr",
     "lse_ptr",
     "delta_ptr",
+    "dq_sum_ptr",
     "loss_ptr",
     "dloss_ptr",
     "wide_dh_ptr",
@@ -99,6 +100,7 @@ class Kernel:
         least_blocks: blocks of a kernel an SM of sm_90 must hold.
         wide: 16-byte loads must be there (bf16 and fp32).
         tensor_cores: HGMMA must be there on sm_90 for bf16 and fp16, and MMA elsewhere.
+        dtypes: it is launched for; the first on every target, the others on the first target.
     """
 
     constants: Callable[[str, object], dict]
@@ -106,6 +108,7 @@ class Kernel:
     least_blocks: int = 4
     wide: bool = True
     tensor_cores: bool = False
+    dtypes: tuple[str, ...] = DTYPES
 
 
 def _tile(module: str, function: str, **constants) -> Callable[[str, object], dict]:
@@ -125,7 +128,9 @@ def _attention(kernel: str, head_dim: int = 64) -> Callable[[str, object], dict]
         names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
         major = 0 if target in HIP_TARGETS else target // 10
         sizes = _module("attention").blocks(head_dim, names[dtype], kernel, major)
-        options = {"WINDOW": False, "DROPOUT": True, "PRECISION": "ieee", "D": head_dim}
+        options = {"DROPOUT": True, "PRECISION": "ieee", "D": head_dim}
+        if kernel != "bwd":
+            options["WINDOW"] = False
         return {**options, **sizes}
 
     return of
@@ -213,6 +218,9 @@ KERNELS = {
     ("attention", "_attention_fwd_kernel"): Kernel(
         _attention("fwd"), least_blocks=3, tensor_cores=True
     ),
+    ("attention", "_attention_bwd_kernel"): Kernel(
+        _attention("bwd"), least_blocks=2, tensor_cores=True, dtypes=("bf16", "fp16")
+    ),
     ("attention", "_attention_bwd_dq_kernel"): Kernel(
         _attention("bwd_dq"), least_blocks=2, tensor_cores=True
     ),
@@ -255,7 +263,7 @@ def jobs(only: str = "") -> list[Job]:
         (module, name, kernel, target, dtype)
         for (module, name), kernel in KERNELS.items()
         for target in (*CUDA_TARGETS, *HIP_TARGETS)
-        for dtype in (DTYPES if target == CUDA_TARGETS[0] else DTYPES[:1])
+        for dtype in (kernel.dtypes if target == CUDA_TARGETS[0] else kernel.dtypes[:1])
     ]
     found += [
         ("attention", name, kernel, target, "bf16")

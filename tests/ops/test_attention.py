@@ -1,5 +1,6 @@
 """attention against plain dense attention, one sequence at a time."""
 
+import functools
 import math
 
 import pytest
@@ -160,6 +161,32 @@ TILES = {
 def test_attention_many_tiles(backend, options, dtype):
     op, reference = both([1, 300, 0, 70], [1, 270, 0, 70], **options)
     op_check(op, reference, inputs([371], [341], 2, 64, idle=3), dtype, name="attention")
+
+
+@pytest.mark.parametrize(("longest", "expected"), [(512, "_one_pass"), (0, "_two_passes")])
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [LENGTHS["ragged"], LENGTHS["query-only"], ([140, 70], [150, 70])], ids=str
+)
+def test_attention_bwd_passes(backend, lengths, dtype, longest, expected, monkeypatch):
+    """Short sequences in one pass over their tiles, others in two; idle rows get zeros in both."""
+    if backend.name != "triton":
+        pytest.skip("a matter of the Triton kernels")
+    from fastbert.kernels import attention as module
+
+    ran = set()
+
+    def recorded(launch, *args):
+        ran.add(launch.__name__)
+        launch(*args)
+
+    for name in ("_one_pass", "_two_passes"):
+        launch = functools.partial(recorded, getattr(module, name))
+        monkeypatch.setattr(module, name, launch)
+    monkeypatch.setattr(module, "LONGEST_IN_ONE_PASS", longest)
+    op, reference = both(*lengths, dropout_p=0.1, site=8, rng_state=RNG)
+    op_check(op, reference, inputs(*lengths, 2, 20, idle=3), dtype, name="attention")
+    assert ran == {expected}
 
 
 def test_attention_many_sequences(backend):
