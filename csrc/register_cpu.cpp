@@ -42,7 +42,8 @@ at::Tensor pack_linear_weights(at::TensorList, at::ScalarType);
 at::Tensor linear_fwd_cpu(const at::Tensor&, at::TensorList, at::TensorList,
                           const std::optional<at::Tensor>&);
 std::tuple<at::Tensor, std::vector<at::Tensor>, std::vector<at::Tensor>> linear_bwd_cpu(
-    const at::Tensor&, const at::Tensor&, at::TensorList, at::TensorList, bool, bool);
+    const at::Tensor&, const at::Tensor&, at::TensorList, at::TensorList, bool, bool,
+    const std::optional<at::Tensor>&);
 std::tuple<at::Tensor, at::Tensor> linear_gelu_fwd_cpu(const at::Tensor&, const at::Tensor&,
                                                        const std::optional<at::Tensor>&,
                                                        const std::optional<at::Tensor>&,
@@ -53,7 +54,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_gelu_bwd_cpu(
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gelu_mlp_bwd_cpu(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
     const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, std::string_view,
-    std::array<bool, 3>);
+    std::array<bool, 3>, const std::optional<at::Tensor>&);
 std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(const at::Tensor&, const at::Tensor&,
                                                      const at::Tensor&, const at::Tensor&,
                                                      const at::Tensor&, int64_t, int64_t, double,

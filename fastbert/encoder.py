@@ -86,10 +86,10 @@ def encoder_layer(
     """
     if cache is not None and torch.is_grad_enabled():
         cache.clear()
-    context = _self_attention(spec, hidden_states, batch, rng_state, cache)
+    context, residual = _self_attention(spec, hidden_states, batch, rng_state, cache)
     attended = add_norm(
         linear(spec.attention_output, context, cache, "attention_output"),
-        hidden_states,
+        residual,
         spec.attention_output_dropout,
         spec.attention_norm,
         layer_site(spec.index, PLACE_ATTENTION_OUTPUT),
@@ -98,7 +98,10 @@ def encoder_layer(
     return _feed_forward(spec, attended, rng_state, cache)
 
 
-def _self_attention(spec, hidden_states, batch, rng_state, cache) -> torch.Tensor:
+def _self_attention(
+    spec, hidden_states, batch, rng_state, cache
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The heads' outputs `(T, C)`, and hidden_states for the residual connection."""
     options = {
         "softmax_scale": spec.softmax_scale,
         "dropout_p": spec.attention_dropout_p,
@@ -107,11 +110,13 @@ def _self_attention(spec, hidden_states, batch, rng_state, cache) -> torch.Tenso
     }
     plain = all(map(is_plain_linear, (spec.query, spec.key, spec.value)))
     if plain and batch.kv_indices is None:
-        qkv = _stacked_linear((spec.query, spec.key, spec.value), hidden_states, cache, "qkv")
+        qkv, hidden_states = _stacked_linear(
+            (spec.query, spec.key, spec.value), hidden_states, cache, "qkv", return_input=True
+        )
         out, _ = attention_packed_qkv(
             qkv, spec.num_heads, batch.cu_seqlens_q, max_seqlen=batch.max_seqlen, **options
         )
-        return out.flatten(1)
+        return out.flatten(1), hidden_states
     rows = hidden_states
     if batch.kv_indices is not None:
         rows = unpad(hidden_states, batch.kv_indices)
@@ -131,14 +136,14 @@ def _self_attention(spec, hidden_states, batch, rng_state, cache) -> torch.Tenso
         max_seqlen_k=batch.max_seqlen,
         **options,
     )
-    return out.flatten(1)
+    return out.flatten(1), hidden_states
 
 
 def _feed_forward(spec, hidden_states, rng_state, cache) -> torch.Tensor:
     fused_in = spec.approximate is not None and is_plain_linear(spec.intermediate)
     if fused_in and is_plain_linear(spec.output):
         inner, outer = spec.intermediate.weight, spec.output.weight
-        projected = gelu_mlp(
+        projected, hidden_states = gelu_mlp(
             hidden_states,
             inner,
             spec.intermediate.bias,
@@ -147,6 +152,7 @@ def _feed_forward(spec, hidden_states, rng_state, cache) -> torch.Tensor:
             approximate=spec.approximate,
             packed_in=packed(cache, "intermediate", [inner], hidden_states),
             packed_out=packed(cache, "output", [outer], hidden_states),
+            return_input=True,
         )
     elif fused_in:
         activated = linear_gelu(
@@ -174,12 +180,16 @@ def linear(module: nn.Module, x: torch.Tensor, cache: WeightCache | None, key) -
     return linear_op.linear(x, module.weight, module.bias, packed=weight)
 
 
-def _stacked_linear(modules, x: torch.Tensor, cache: WeightCache | None, key) -> torch.Tensor:
-    """The outputs of several Linears of one input side by side, by one matmul."""
+def _stacked_linear(
+    modules, x: torch.Tensor, cache: WeightCache | None, key, *, return_input: bool = False
+):
+    """The outputs of several Linears of one input side by side, by one matmul; and x where the op
+    is to return it."""
     weights, biases = [m.weight for m in modules], None
     if any(m.bias is not None for m in modules):
         biases = [m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in modules]
-    return linear_op.linear(x, weights, biases, packed=packed(cache, key, weights, x))
+    weight = packed(cache, key, weights, x)
+    return linear_op.linear(x, weights, biases, packed=weight, return_input=return_input)
 
 
 def packed(cache: WeightCache | None, key, weights, x: torch.Tensor) -> torch.Tensor | None:

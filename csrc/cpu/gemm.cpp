@@ -350,10 +350,12 @@ void input_gradient(const Source& dy, at::TensorList weights, at::ScalarType dty
 }
 
 at::Tensor input_gradient(const Source& dy, const at::Tensor& x, at::TensorList weights,
-                          const char* op) {
-  at::Tensor dx = empty_from_pool(x.sizes(), x.options());
-  input_gradient(dy, weights, x.scalar_type(),
-                 {dtype_of(dx, op), dx.mutable_data_ptr(), dx.size(1)}, op);
+                          const char* op, const std::optional<at::Tensor>& dresidual) {
+  const at::Tensor addend = dresidual.has_value() ? dresidual->contiguous() : at::Tensor();
+  at::Tensor dx = empty_from_pool(x.sizes(), addend.defined() ? addend.options() : x.options());
+  Finish finish{dtype_of(dx, op), dx.mutable_data_ptr(), dx.size(1)};
+  finish.addend = addend.defined() ? addend.const_data_ptr() : nullptr;
+  input_gradient(dy, weights, x.scalar_type(), finish, op);
   return dx;
 }
 

@@ -89,8 +89,9 @@ PackedRight packed_weights(at::TensorList weights, at::ScalarType dtype,
 // dy [W ...], in the dtype of x; `finish` where the gradient is not the end of it.
 void input_gradient(const Source& dy, at::TensorList weights, at::ScalarType dtype,
                     const Finish& finish, const char* op);
+// The same plus dresidual, the other gradient of x, in its dtype where there is one.
 at::Tensor input_gradient(const Source& dy, const at::Tensor& x, at::TensorList weights,
-                          const char* op);
+                          const char* op, const std::optional<at::Tensor>& dresidual = {});
 
 // dyᵀ gelu(x), in the dtype of the weight.
 at::Tensor weight_gradient(const Source& dy, const at::Tensor& x, Gelu gelu,

@@ -379,6 +379,7 @@ void finish_rows(const Finish& f, int64_t row, int64_t column, int64_t rows, int
       if (f.preact != nullptr) part.store(static_cast<T*>(f.preact) + at, f.ld, v);
       v = gelu<T, kErf>(v);
     }
+    if (f.addend != nullptr) v = v + part.load(static_cast<const T*>(f.addend) + at, f.ld);
     part.store(static_cast<T*>(f.out) + at, f.ld, v);
   });
 }

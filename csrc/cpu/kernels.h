@@ -155,6 +155,7 @@ struct Finish {
   Gelu gelu = Gelu::kNone;
   void* preact = nullptr;
   const void* slope_at = nullptr;
+  const void* addend = nullptr;  // like out; added last
 };
 
 // c (32 x 32, row stride ldc) = or += the products of `blocks` neighbouring blocks.

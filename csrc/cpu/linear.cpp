@@ -44,11 +44,11 @@ at::Tensor linear_fwd_cpu(const at::Tensor& x, at::TensorList weights, at::Tenso
 
 std::tuple<at::Tensor, std::vector<at::Tensor>, std::vector<at::Tensor>> linear_bwd_cpu(
     const at::Tensor& dy, const at::Tensor& x, at::TensorList weights, at::TensorList biases,
-    bool need_dx, bool need_dweights) {
+    bool need_dx, bool need_dweights, const std::optional<at::Tensor>& dresidual) {
   const at::Tensor gradient = with_contiguous_rows(dy.to(x.scalar_type()));
   const Source source = source_of(gradient, kOp);
   const at::Tensor dx =
-      need_dx ? input_gradient(source, x, weights, kOp) : at::empty({0}, x.options());
+      need_dx ? input_gradient(source, x, weights, kOp, dresidual) : at::empty({0}, x.options());
   std::vector<at::Tensor> dweights, dbiases;
   int64_t column = 0;
   for (const at::Tensor& weight : weights) {

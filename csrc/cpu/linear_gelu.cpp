@@ -70,12 +70,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_gelu_bwd_cpu(
 
 // Of gelu(x W₁ᵀ + b₁) W₂ᵀ + b₂: GELU's slope is applied as the gradient of its output is made, its
 // value computed again as the second weight's gradient reads it. needs: dx, dweight_in,
-// dweight_out.
+// dweight_out. dresidual is x's other gradient and added to dx.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gelu_mlp_bwd_cpu(
     const at::Tensor& dout, const at::Tensor& x, const at::Tensor& weight_in,
     const std::optional<at::Tensor>& bias_in, const at::Tensor& preact,
     const at::Tensor& weight_out, const std::optional<at::Tensor>& bias_out,
-    std::string_view approximate, std::array<bool, 3> needs) {
+    std::string_view approximate, std::array<bool, 3> needs,
+    const std::optional<at::Tensor>& dresidual) {
   const Gelu gelu = gelu_of(approximate);
   const at::Tensor gradient = with_contiguous_rows(dout.to(x.scalar_type()));
   const at::Tensor u = preact.contiguous();
@@ -93,7 +94,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gelu_mlp_
   finish.slope_at = u.const_data_ptr();
   input_gradient(source, weight_out, x.scalar_type(), finish, kOp);
   const Source inner = source_of(dpreact, kOp);
-  return {needs[0] ? input_gradient(inner, x, weight_in, kOp) : none(),
+  return {needs[0] ? input_gradient(inner, x, weight_in, kOp, dresidual) : none(),
           needs[1] ? weight_gradient(inner, x, Gelu::kNone, weight_in, kOp) : none(),
           bias_gradient(inner, bias_in, weight_in), dweight_out, dbias_out};
 }

@@ -16,9 +16,10 @@ def _fwd_fake(x, weights, biases, packed):
     return x.new_empty((x.shape[0], sum(w.shape[0] for w in weights)))
 
 
-def _bwd_fake(dy, x, weights, biases, need_dx, need_dweights):
+def _bwd_fake(dy, x, weights, biases, need_dx, need_dweights, dresidual=None):
+    like = x if dresidual is None else dresidual
     return (
-        x.new_empty(x.shape if need_dx else 0),
+        like.new_empty(x.shape) if need_dx else x.new_empty(0),
         [torch.empty_like(w) for w in weights] if need_dweights else [],
         [torch.empty_like(b) for b in biases],
     )
@@ -28,8 +29,11 @@ def _fwd_kernel_reasons(x, weights, *_) -> list[str]:
     return dtype_reasons(x=x, **{f"weight {i}": w for i, w in enumerate(weights)})
 
 
-def _bwd_kernel_reasons(dy, x, weights, *_) -> list[str]:
-    return dtype_reasons(dy=dy) + _fwd_kernel_reasons(x, weights)
+def _bwd_kernel_reasons(
+    dy, x, weights, biases, need_dx, need_dweights, dresidual=None
+) -> list[str]:
+    gradients = {"dy": dy} if dresidual is None else {"dy": dy, "dresidual": dresidual}
+    return dtype_reasons(**gradients) + _fwd_kernel_reasons(x, weights)
 
 
 linear_fwd = dispatch.register_op(
@@ -43,8 +47,8 @@ linear_fwd = dispatch.register_op(
 )
 linear_bwd = dispatch.register_op(
     "linear_bwd",
-    "(Tensor dy, Tensor x, Tensor[] weights, Tensor[] biases, bool need_dx, bool need_dweights) "
-    "-> (Tensor dx, Tensor[] dweights, Tensor[] dbiases)",
+    "(Tensor dy, Tensor x, Tensor[] weights, Tensor[] biases, bool need_dx, bool need_dweights, "
+    "Tensor? dresidual=None) -> (Tensor dx, Tensor[] dweights, Tensor[] dbiases)",
     room="linear",
     fake=_bwd_fake,
     reference=linear_bwd_reference,
@@ -55,30 +59,41 @@ linear_bwd = dispatch.register_op(
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, count, *parameters):
+    def forward(ctx, x, dtype, return_input, count, *parameters):
         weights, biases = list(parameters[:count]), list(parameters[count:])
-        ctx.save_for_backward(x, *parameters)
+        rows = x.to(dtype)
+        ctx.save_for_backward(rows, *parameters)
         ctx.count = count
+        ctx.input_dtype = x.dtype
         ctx.binding = dispatch.current_binding()
-        return linear_fwd(x, weights, biases, None)
+        ctx.set_materialize_grads(False)
+        y = linear_fwd(rows, weights, biases, None)
+        return (y, x.view_as(x)) if return_input else y
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, dy, dresidual=None):
         dispatch.refuse_second_order("linear")
         x, *parameters = ctx.saved_tensors
         weights, biases = parameters[: ctx.count], parameters[ctx.count :]
         needs = ctx.needs_input_grad
-        need_dweights, need_dbiases = any(needs[2 : 2 + ctx.count]), any(needs[2 + ctx.count :])
+        if dy is None:
+            return dresidual, *(None,) * (len(needs) - 1)
+        first_bias = 4 + ctx.count
+        need_dweights, need_dbiases = any(needs[4:first_bias]), any(needs[first_bias:])
         with dispatch.bound(ctx.binding):
             dx, dweights, dbiases = linear_bwd(
-                dy, x, weights, biases if need_dbiases else [], needs[0], need_dweights
+                dy, x, weights, biases if need_dbiases else [], needs[0], need_dweights, dresidual
             )
         gradients = [
             *(dweights if need_dweights else [None] * len(weights)),
             *(dbiases if need_dbiases else [None] * len(biases)),
         ]
-        wanted = zip(gradients, needs[2:], strict=True)
-        return dx if needs[0] else None, None, *(g if need else None for g, need in wanted)
+        wanted = zip(gradients, needs[4:], strict=True)
+        return (
+            dx.to(ctx.input_dtype) if needs[0] else None,
+            *(None,) * 3,
+            *(g if need else None for g, need in wanted),
+        )
 
 
 def linear(
@@ -87,7 +102,8 @@ def linear(
     bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
     *,
     packed: torch.Tensor | None = None,
-) -> torch.Tensor:
+    return_input: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """x Wᵀ + b, as `torch.nn.functional.linear`; of several weights side by side.
 
     Products are summed in fp32 and rounded once. Under autocast x is cast as
@@ -98,9 +114,11 @@ def linear(
         x: `(T, C)`, fp32/bf16/fp16.
         weight: `(F, C)`, or several such, stacked. bias: `(F,)`, or one per weight, or None.
         packed: the weights as `pack_weights` gives them, where no gradient is wanted.
+        return_input: return x too, for a residual connection: what flows back through it is added
+            to the input's gradient in the product's last step, not by a pass of its own.
 
     Returns:
-        `(T, F)`, F of all weights together; the dtype of x (of autocast).
+        `(T, F)`, F of all weights together; the dtype of x (of autocast). With return_input also x.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -112,10 +130,11 @@ def linear(
         check_linear("linear", x, matrix, biases[index] if index < len(biases) else None)
     if biases and len(biases) != len(weights):
         raise ValueError(f"linear: got {len(weights)} weights, but {len(biases)} biases")
-    x = autocast_input(x)
+    dtype = dispatch.autocast_dtype(x.device) or x.dtype
     if dispatch.needs_grad(x, *weights, *biases):
-        return _Linear.apply(x, len(weights), *weights, *biases)
-    return linear_fwd(x, weights, biases, packed)
+        return _Linear.apply(x, dtype, return_input, len(weights), *weights, *biases)
+    y = linear_fwd(x.to(dtype), weights, biases, packed)
+    return (y, x) if return_input else y
 
 
 def pack_weights(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:

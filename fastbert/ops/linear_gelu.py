@@ -25,11 +25,23 @@ def _bwd_fake(dy, x, weight, bias, preact, approximate, need_dx, need_dweight):
     return dx, dweight, weight.new_empty(0) if bias is None else torch.empty_like(bias)
 
 
-def _mlp_bwd_fake(dout, x, weight_in, bias_in, preact, weight_out, bias_out, approximate, needs):
+def _mlp_bwd_fake(
+    dout,
+    x,
+    weight_in,
+    bias_in,
+    preact,
+    weight_out,
+    bias_out,
+    approximate,
+    needs,
+    dresidual=None,
+):
     need_dx, need_dweight_in, need_dweight_out = needs
     empty = x.new_empty(0)
+    like = x if dresidual is None else dresidual
     return (
-        x.new_empty(x.shape if need_dx else 0),
+        like.new_empty(x.shape) if need_dx else x.new_empty(0),
         torch.empty_like(weight_in) if need_dweight_in else empty,
         empty if bias_in is None else torch.empty_like(bias_in),
         torch.empty_like(weight_out) if need_dweight_out else empty.clone(),
@@ -44,16 +56,28 @@ def _fwd_composed(x, weight, bias, packed, approximate, keep_preact):
     return y, preact if keep_preact else x.new_empty(0)
 
 
-def _bwd_composed(dy, x, weight, bias, preact, approximate, need_dx, need_dweight):
+def _bwd_composed(dy, x, weight, bias, preact, approximate, need_dx, need_dweight, dresidual=None):
     dpreact, _ = bias_gelu_bwd(dy, preact, None, approximate)
     biases = [] if bias is None else [bias]
-    dx, dweights, dbiases = linear_bwd(dpreact, x, [weight], biases, need_dx, need_dweight)
+    dx, dweights, dbiases = linear_bwd(
+        dpreact, x, [weight], biases, need_dx, need_dweight, dresidual
+    )
     empty = weight.new_empty(0)
     return dx, dweights[0] if need_dweight else empty, dbiases[0] if biases else empty.clone()
 
 
 def _mlp_bwd_composed(
-    dout, x, weight_in, bias_in, preact, weight_out, bias_out, approximate, needs, fused=None
+    dout,
+    x,
+    weight_in,
+    bias_in,
+    preact,
+    weight_out,
+    bias_out,
+    approximate,
+    needs,
+    dresidual=None,
+    fused=None,
 ):
     """`fused`: gives the gradient of the pre-activation and of bias_in from dout in one."""
     need_dx, need_dweight_in, need_dweight_out = needs
@@ -66,13 +90,15 @@ def _mlp_bwd_composed(
     gradients = empties[:3]
     if need_dy:
         gradients = _bwd_composed(
-            dy, x, weight_in, bias_in, preact, approximate, need_dx, need_dweight_in
+            dy, x, weight_in, bias_in, preact, approximate, need_dx, need_dweight_in, dresidual
         )
     elif inner:
         dpreact, dbias_in = fused(
             dout.to(x.dtype), weight_out.to(x.dtype), preact, bias_in, approximate
         )
-        dx, dweights_in, _ = linear_bwd(dpreact, x, [weight_in], [], need_dx, need_dweight_in)
+        dx, dweights_in, _ = linear_bwd(
+            dpreact, x, [weight_in], [], need_dx, need_dweight_in, dresidual
+        )
         gradients = (dx, dweights_in[0] if need_dweight_in else empties[1], dbias_in)
     return (
         *gradients,
@@ -108,8 +134,9 @@ def _bwd_kernel_reasons(dy, x, weight, *_) -> list[str]:
     return dtype_reasons(dy=dy, x=x, weight=weight)
 
 
-def _mlp_bwd_kernel_reasons(dout, x, weight_in, bias_in, preact, weight_out, *_) -> list[str]:
-    return dtype_reasons(dout=dout, x=x, weight_in=weight_in, weight_out=weight_out)
+def _mlp_bwd_kernel_reasons(dout, x, weight_in, bias_in, preact, weight_out, *rest) -> list[str]:
+    gradients = {"dresidual": rest[3]} if rest[3:] and rest[3] is not None else {}
+    return dtype_reasons(dout=dout, x=x, weight_in=weight_in, weight_out=weight_out, **gradients)
 
 
 linear_gelu_fwd = dispatch.register_op(
@@ -137,8 +164,8 @@ linear_gelu_bwd = dispatch.register_op(
 gelu_mlp_bwd = dispatch.register_op(
     "gelu_mlp_bwd",
     "(Tensor dout, Tensor x, Tensor weight_in, Tensor? bias_in, Tensor preact, Tensor weight_out, "
-    "Tensor? bias_out, str approximate, bool[3] needs) -> (Tensor dx, Tensor dweight_in, "
-    "Tensor dbias_in, Tensor dweight_out, Tensor dbias_out)",
+    "Tensor? bias_out, str approximate, bool[3] needs, Tensor? dresidual=None) -> (Tensor dx, "
+    "Tensor dweight_in, Tensor dbias_in, Tensor dweight_out, Tensor dbias_out)",
     room="linear_gelu",
     fake=_mlp_bwd_fake,
     reference=_mlp_bwd_composed,
@@ -183,31 +210,44 @@ class _LinearGelu(torch.autograd.Function):
 
 class _GeluMlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight_in, bias_in, weight_out, bias_out, approximate):
-        y, preact = linear_gelu_fwd(x, weight_in, bias_in, None, approximate, True)
-        ctx.save_for_backward(x, weight_in, bias_in, preact, weight_out, bias_out)
+    def forward(ctx, x, dtype, return_input, weight_in, bias_in, weight_out, bias_out, approximate):
+        rows = x.to(dtype)
+        y, preact = linear_gelu_fwd(rows, weight_in, bias_in, None, approximate, True)
+        ctx.save_for_backward(rows, weight_in, bias_in, preact, weight_out, bias_out)
         ctx.approximate = approximate
+        ctx.input_dtype = x.dtype
         ctx.binding = dispatch.current_binding()
-        return linear_fwd(y, [weight_out], [] if bias_out is None else [bias_out], None)
+        ctx.set_materialize_grads(False)
+        out = linear_fwd(y, [weight_out], [] if bias_out is None else [bias_out], None)
+        return (out, x.view_as(x)) if return_input else out
 
     @staticmethod
-    def backward(ctx, dout):
+    def backward(ctx, dout, dresidual=None):
         dispatch.refuse_second_order("gelu_mlp")
         x, weight_in, bias_in, preact, weight_out, bias_out = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:5]
+        need_dx, _, _, *needs, _ = ctx.needs_input_grad
+        if dout is None:
+            return dresidual, *(None,) * 7
         with dispatch.bound(ctx.binding):
-            gradients = gelu_mlp_bwd(
+            dx, *gradients = gelu_mlp_bwd(
                 dout,
                 x,
                 weight_in,
-                bias_in if needs[2] else None,
+                bias_in if needs[1] else None,
                 preact,
                 weight_out,
-                bias_out if needs[4] else None,
+                bias_out if needs[3] else None,
                 ctx.approximate,
-                [needs[0], needs[1], needs[3]],
+                [need_dx, needs[0], needs[2]],
+                dresidual,
             )
-        return *(g if need else None for g, need in zip(gradients, needs, strict=True)), None
+        return (
+            dx.to(ctx.input_dtype) if need_dx else None,
+            None,
+            None,
+            *(g if need else None for g, need in zip(gradients, needs, strict=True)),
+            None,
+        )
 
 
 def linear_gelu(
@@ -254,7 +294,8 @@ def gelu_mlp(
     approximate: str,
     packed_in: torch.Tensor | None = None,
     packed_out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    return_input: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """GELU(x W₁ᵀ + b₁) W₂ᵀ + b₂, Vaswani et al. 2017, eq. 2, with GELU for ReLU.
 
     Args:
@@ -264,9 +305,10 @@ def gelu_mlp(
         approximate: `none` (exact, by erf) or `tanh`.
         packed_in, packed_out: the weights as `pack_weights` gives them, where no gradient is
             wanted.
+        return_input: return x too, for a residual connection, as `linear` does.
 
     Returns:
-        `(T, C)`.
+        `(T, C)`. With return_input also x.
 
     Raises:
         ValueError: shapes that do not fit, or an unknown `approximate`.
@@ -284,8 +326,10 @@ def gelu_mlp(
             f"gelu_mlp: bias_out must have shape ({weight_out.shape[0]},), got "
             f"{tuple(bias_out.shape)}"
         )
-    x = autocast_input(x)
-    if dispatch.needs_grad(x, weight_in, bias_in, weight_out, bias_out):
-        return _GeluMlp.apply(x, weight_in, bias_in, weight_out, bias_out, approximate)
-    y, _ = linear_gelu_fwd(x, weight_in, bias_in, packed_in, approximate, False)
-    return linear_fwd(y, [weight_out], [] if bias_out is None else [bias_out], packed_out)
+    dtype = dispatch.autocast_dtype(x.device) or x.dtype
+    parameters = (weight_in, bias_in, weight_out, bias_out)
+    if dispatch.needs_grad(x, *parameters):
+        return _GeluMlp.apply(x, dtype, return_input, *parameters, approximate)
+    y, _ = linear_gelu_fwd(x.to(dtype), weight_in, bias_in, packed_in, approximate, False)
+    out = linear_fwd(y, [weight_out], [] if bias_out is None else [bias_out], packed_out)
+    return (out, x) if return_input else out

@@ -38,18 +38,29 @@ def linear_bwd_reference(
     biases: list[torch.Tensor],
     need_dx: bool,
     need_dweights: bool,
+    dresidual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
     """Gradients of `linear_reference`, by products in the dtype of x.
 
+    Args:
+        dresidual: `(T, C)`, what else flows back into x; None: nothing. The others as in forward.
+
     Returns:
-        dx: `(T, C)`, `(0,)` where not wanted. dweights, dbiases: like the weights and biases, in
+        dx: dy W + dresidual `(T, C)`, in the dtype of dresidual where there is one, `(0,)` where
+        not wanted. dweights, dbiases: like the weights and biases, in
         their dtypes; none where not wanted.
     """
     dy = dy.to(x.dtype)
     sizes = [w.shape[0] for w in weights]
     dx = x.new_empty(0)
     if need_dx:
-        dx = dy @ torch.cat([w.to(x.dtype) for w in weights])
+        weight = torch.cat([w.to(x.dtype) for w in weights])
+        if dresidual is None:
+            dx = dy @ weight
+        elif dresidual.dtype == x.dtype:
+            dx = torch.addmm(dresidual, dy, weight)
+        else:
+            dx = dresidual + dy @ weight
     dweights = []
     if need_dweights:
         parts = (dy.t() @ x).split(sizes)

@@ -52,6 +52,64 @@ def test_linear_of_several_weights(backend, sizes, bias):
         op_check(op, plain, values, dtype, name="linear", reduction_rows=20)
 
 
+def _with_residual(x, weight, bias):
+    """y and what a residual connection makes of x, for their gradients to meet in x."""
+    y, residual = linear(x, weight, bias, return_input=True)
+    return torch.cat([y, residual.to(y.dtype) * 3], 1)
+
+
+def _plain_with_residual(x, weight, bias):
+    y = F.linear(x, weight, bias)
+    return torch.cat([y, x.to(y.dtype) * 3], 1)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "autocast"], ids=str)
+@pytest.mark.parametrize("shape", [(1, 768, 96), (13, 7, 5), (70, 48, 33)], ids=str)
+def test_linear_adds_the_residual_gradient(backend, shape, dtype):
+    autocast = torch.bfloat16 if dtype == "autocast" else None
+    op_check(
+        _with_residual,
+        _plain_with_residual,
+        inputs(*shape),
+        torch.float32 if autocast else dtype,
+        name="linear",
+        reduction_rows=shape[0],
+        autocast=autocast,
+    )
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_linear_residual_gradient_in_the_product(autocast):
+    """No addition and no cast of the gradient of x by passes of their own."""
+    if extension.cpu_isa() is None:
+        pytest.skip("the compiled part is not built")
+    x, weight, bias = inputs(40, 64, 32).values()
+    x.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = linear(x, weight, bias, return_input=True)
+    gradients = [torch.randn_like(t) for t in out]
+    with torch.profiler.profile() as profile:
+        torch.autograd.grad(out, [x], gradients)
+    assert not {"aten::add", "aten::add_", "aten::copy_"} & {e.name for e in profile.events()}
+
+
+@pytest.mark.parametrize("used", ["y", "input", "neither needs x"])
+def test_linear_returned_input_alone(backend, used):
+    x, weight, bias = inputs(6, 8, 4).values()
+    x.requires_grad_(used != "neither needs x")
+    weight.requires_grad_()
+    y, residual = linear(x, weight, bias, return_input=True)
+    assert torch.equal(residual, x)
+    if used == "input":
+        (residual * 2).sum().backward()
+        assert torch.equal(x.grad, torch.full_like(x, 2)) and weight.grad is None
+        return
+    y.sum().backward()
+    torch.testing.assert_close(weight.grad, x.detach().sum(0).expand(4, -1))
+    if used == "y":
+        torch.testing.assert_close(x.grad, weight.detach().sum(0).expand(6, -1))
+
+
 def test_linear_autocast_keeps_the_weights_precision(backend):
     """A wide weight is rounded on the way in; its gradient is not rounded on the way out."""
     values = inputs(9, 16, 20)
@@ -217,6 +275,7 @@ def test_linear_opcheck(backend):
     dy = torch.randn(5, 6)
     for needs in ((True, True), (False, True), (True, False)):
         torch.library.opcheck(linear_bwd, (dy, x, [weight], [bias], *needs))
+    torch.library.opcheck(linear_bwd, (dy, x, [weight], [bias], True, True, x.clone()))
 
 
 def test_linear_compile_fullgraph():

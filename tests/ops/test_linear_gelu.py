@@ -120,6 +120,28 @@ def test_gelu_mlp_autocast(backend):
     )
 
 
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+def test_gelu_mlp_adds_the_residual_gradient(backend, autocast):
+    def ours(**values):
+        out, residual = gelu_mlp(**values, approximate="none", return_input=True)
+        return out + residual.to(out.dtype) * 3
+
+    def plain(x, **values):
+        out = gelu_mlp_reference(x, **values, approximate="none")
+        return out + x.to(out.dtype) * 3
+
+    for shape in ((9, 16, 20), (70, 64, 40)):
+        op_check(
+            ours,
+            plain,
+            mlp_inputs(*shape),
+            torch.float32,
+            name="gelu_mlp",
+            autocast=autocast,
+            reduction_rows=shape[0],
+        )
+
+
 def test_gelu_mlp_deterministic(backend):
     values = mlp_inputs(100, 32, 64)
     runs = []
@@ -140,7 +162,9 @@ def test_linear_gelu_opcheck(backend):
         torch.library.opcheck(linear_gelu_bwd, (y, x, weight, bias, preact, "none", *needs))
     out = weight.t().contiguous()
     for needs in ([True] * 3, [False, False, True], [True, False, False]):
-        torch.library.opcheck(gelu_mlp_bwd, (x, x, weight, bias, preact, out, x[0], "tanh", needs))
+        arguments = (x, x, weight, bias, preact, out, x[0], "tanh", needs)
+        torch.library.opcheck(gelu_mlp_bwd, arguments)
+        torch.library.opcheck(gelu_mlp_bwd, (*arguments, x))
 
 
 def test_linear_gelu_compile_fullgraph():
