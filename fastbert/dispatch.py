@@ -26,6 +26,14 @@ logger = logging.getLogger("fastbert")
 LIBRARY = torch.library.Library("fastbert", "DEF")
 
 BACKENDS = ("reference", "cpu", "triton", "cuda", "cuda_emulated")
+PEERS = {
+    "flash_attn": {"attention": "fastbert.peers.flash_attn:flash_attn"},
+    "flash_attn_3": {"attention": "fastbert.peers.flash_attn:flash_attn_3"},
+    "flash_attn_4": {"attention": "fastbert.peers.flash_attn:flash_attn_4"},
+    "apex": {"add_layer_norm": "fastbert.peers.apex:layer_norm"},
+}
+"""Other projects' implementations, never chosen by themselves: `"module:function"` per op. They
+bring their own autograd, so the op's public function calls them in the registered op's place."""
 CANDIDATES = {"cpu": ("cpu", "reference"), "cuda": ("triton", "cuda", "reference")}
 OLDEST_CAPABILITY = (8, 0)
 SUBSTITUTE = "reference"
@@ -46,7 +54,9 @@ class Op:
     not_supported: Mapping[str, NotSupported] = field(default_factory=dict)
 
     def has(self, backend: str) -> bool:
-        """Whether this op has a file in the room of `backend`."""
+        """Whether this op has a file in the room of `backend`, or a peer of that name."""
+        if backend in PEERS:
+            return self.room in PEERS[backend]
         return {"reference": True, "cpu": self.cpu, "triton": self.triton is not None}.get(
             backend, False
         )
@@ -55,7 +65,6 @@ class Op:
 OPS: dict[str, Op] = {}
 _calls: Counter[tuple[str, str]] = Counter()
 _logged: set[tuple[str, str, str]] = set()
-_triton_launchers: dict[str, Callable] = {}
 
 
 def register_op(
@@ -104,15 +113,22 @@ def _parse_binding(text: str) -> dict[str, str]:
     binding = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         room, _, backend = part.rpartition("=")
-        binding[room or "*"] = _known_backend(backend, "FASTBERT_BACKEND")
+        _known_backend(backend, "FASTBERT_BACKEND")
+        binding.update({room: backend} if room else _bind_all(backend, binding))
     return binding
 
 
+def _bind_all(backend: str, binding: Mapping[str, str]) -> dict[str, str]:
+    """Every op bound to `backend`; of a peer, the ops it has, and the others left as they are."""
+    if backend in PEERS:
+        return {**binding, **dict.fromkeys(PEERS[backend], backend)}
+    return {"*": backend}
+
+
 def _known_backend(backend: str, where: str) -> str:
-    if backend not in ("auto", *BACKENDS):
-        raise ValueError(
-            f"{where}: unknown backend {backend!r}; known are {', '.join(('auto', *BACKENDS))}"
-        )
+    known = ("auto", *BACKENDS, *PEERS)
+    if backend not in known:
+        raise ValueError(f"{where}: unknown backend {backend!r}; known are {', '.join(known)}")
     return backend
 
 
@@ -137,8 +153,13 @@ def use_backend(backend: str | None = None, /, **by_op: str) -> Iterator[None]:
     implementation that cannot take the inputs raises NotImplementedError with its reasons: it is
     never replaced silently.
 
+    A peer (`flash_attn`, `flash_attn_3`, `flash_attn_4`, `apex`) is another project's kernel and is
+    used only where it is named: `use_backend("flash_attn")` binds the one op it has and leaves the
+    rest. See docs/peers.md.
+
     Args:
-        backend: `auto`, `reference`, `cpu`, `triton`, `cuda` or `cuda_emulated`, for all ops.
+        backend: `auto`, `reference`, `cpu`, `triton`, `cuda` or `cuda_emulated`, for all ops; or a
+            peer.
         by_op: the same per op name.
 
     Raises:
@@ -146,7 +167,7 @@ def use_backend(backend: str | None = None, /, **by_op: str) -> Iterator[None]:
     """
     binding = dict(_bound())
     if backend is not None:
-        binding = {"*": _known_backend(backend, "use_backend")}
+        binding = _bind_all(_known_backend(backend, "use_backend"), binding)
     for room, name in by_op.items():
         members = [op for op in OPS.values() if op.room == room]
         if not members:
@@ -175,6 +196,17 @@ def bound(binding: Mapping[str, str] | None) -> Iterator[None]:
 def current_binding() -> Mapping[str, str] | None:
     """The binding in force, for backward to restore; None while a graph is being traced."""
     return None if torch.compiler.is_compiling() else _bound()
+
+
+def peer(room: str) -> Callable | None:
+    """The function of the peer this context names for `room`, or None.
+
+    While a graph is traced there is none: a peer is no part of the registered op, whose call is
+    then recorded and refused when it runs.
+    """
+    name = None if torch.compiler.is_compiling() else _bound().get(room)
+    path = PEERS.get(name, {}).get(room)
+    return None if path is None else _imported(path)
 
 
 def rooms() -> list[str]:
@@ -223,6 +255,11 @@ def _backend_reasons(op: Op, backend: str, device: torch.device) -> list[str]:
         return _cpu_reasons(op, device)
     if backend == "triton":
         return _triton_reasons(device)
+    if backend in PEERS:
+        return [
+            f"{backend} stands beside the registered op and cannot serve it under torch.compile; "
+            "call the op's public function outside of compiled code"
+        ]
     return []
 
 
@@ -297,7 +334,7 @@ def _run(op: Op, args: tuple):
     count(op.name, backend)
     if backend == "cpu":
         return getattr(torch.ops.fastbert, f"{op.name}_cpu").default(*args)
-    function = op.reference if backend == "reference" else _triton_launcher(op)
+    function = op.reference if backend == "reference" else _imported(op.triton)
     # Each implementation fixes its own dtypes; autocast inside would cast them a second time.
     if autocast_dtype(device) is not None:
         with torch.autocast(device.type, enabled=False):
@@ -305,11 +342,11 @@ def _run(op: Op, args: tuple):
     return function(*args)
 
 
-def _triton_launcher(op: Op) -> Callable:
-    if op.name not in _triton_launchers:
-        module, _, launcher = op.triton.partition(":")
-        _triton_launchers[op.name] = getattr(importlib.import_module(module), launcher)
-    return _triton_launchers[op.name]
+@functools.cache
+def _imported(path: str) -> Callable:
+    """The function `"module:function"` names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def count(name: str, backend: str) -> None:

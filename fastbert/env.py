@@ -12,6 +12,7 @@ import torch
 
 import fastbert
 from fastbert import dispatch, extension
+from fastbert.peers import apex, flash_attn
 
 PROVEN = {
     "hardware": "run on its hardware",
@@ -30,6 +31,7 @@ def report() -> dict:
         "cpu": _cpu(),
         "compiled part": extension.load() or "loaded",
         "FASTBERT_BACKEND": os.environ.get("FASTBERT_BACKEND", ""),
+        "peers": _peers(),
         "ops": dispatch.describe(),
     }
 
@@ -45,6 +47,8 @@ def render(data: dict, as_json: bool = False) -> str:
     lines.append(f"compiled part             {data['compiled part']}")
     if data["FASTBERT_BACKEND"]:
         lines.append(f"FASTBERT_BACKEND          {data['FASTBERT_BACKEND']}")
+    lines.append("peers, used only where they are named")
+    lines += [f"  {name:24}{value}" for name, value in data["peers"].items()]
     lines.append("ops")
     for row in data["ops"]:
         lines.append(f"  {row['op']:25} {row['device']}: {row['chosen']}")
@@ -78,6 +82,12 @@ def _versions() -> dict[str, str]:
     versions["nvcc"] = _nvcc()
     versions["platform"] = f"{platform.system()} {platform.machine()}"
     return versions
+
+
+def _peers() -> dict[str, str]:
+    reasons = {name: flash_attn.why_not_importable(name) for name in flash_attn.GENERATIONS}
+    reasons["apex"] = apex.why_not_importable()
+    return {name: reason or "importable" for name, reason in reasons.items()}
 
 
 def _nvcc() -> str:

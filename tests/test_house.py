@@ -70,8 +70,9 @@ ARROWS = {
         "fastbert.padding",
         "fastbert.train",
     },
+    "fastbert.peers": {"fastbert.dispatch"},
     "fastbert.tune": {"fastbert.kernels", "fastbert.ops"},
-    "fastbert.env": {"fastbert", "fastbert.dispatch", "fastbert.extension"},
+    "fastbert.env": {"fastbert", "fastbert.dispatch", "fastbert.extension", "fastbert.peers"},
     "fastbert.cli": set(),
     "fastbert.__main__": {"fastbert.cli"},
 }
@@ -80,12 +81,14 @@ OUTSIDE = {
     "fastbert.reference": {"torch"},
     "fastbert.ops": {"torch"},
     "fastbert.kernels": {"torch", "triton"},
+    "fastbert.peers": {"torch"},
 }
 STANDARD = {
     "collections",
     "contextlib",
     "dataclasses",
     "functools",
+    "importlib",
     "itertools",
     "json",
     "math",

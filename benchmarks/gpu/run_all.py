@@ -4,7 +4,7 @@
 
 Stages, each a process under a limit of its own, so that one that fails or hangs does not stop the
 next: parity of every kernel and model on the device, a memory check, kernels against torch (and
-flash-attn where installed), BERT-base and BERT-large against transformers, then against
+flash-attn and apex where installed), BERT-base and BERT-large against transformers, then against
 torch.compile. DIR/gpu_results.json is written after every stage and DIR/gpu_results.md, which
 docs/gpu_results.md records, at the end. Needs torch, triton, transformers, numpy and pytest.
 

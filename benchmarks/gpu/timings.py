@@ -2,7 +2,7 @@
 transformers; and the roofs they are held to. On a CPU the same code runs at toy sizes, to be known
 to work."""
 
-import importlib.util
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +21,7 @@ from fastbert.ops.mlm_cross_entropy import mlm_cross_entropy
 from fastbert.ops.unpad import unpad
 from fastbert.padding import pack
 from fastbert.train import GraphedStep
+from fastbert.peers import apex, flash_attn
 
 LARGE = {
     "hidden_size": 1024,
@@ -165,10 +166,13 @@ def _norm_cases(rows: int, columns: int, half: dict, state) -> Iterator[tuple]:
     def theirs():
         return F.layer_norm(residual + F.dropout(x, P), (columns,), *vectors, 1e-12)
 
+    rivals = {"fastbert": ours, "torch": theirs}
+    if apex.why_not_importable() is None:
+        rivals["apex"] = lambda: apex.layer_norm(residual + F.dropout(x, P), *vectors, 1e-12)
     moved = 4 * rows * columns * 2
     yield from _both(
         f"add_layer_norm {rows}x{columns}",
-        {"fastbert": ours, "torch": theirs},
+        rivals,
         [x, residual, *vectors],
         ("bytes", moved, moved),
     )
@@ -219,8 +223,10 @@ def _attention_cases(on_gpu: bool, half: dict, state) -> Iterator[tuple]:
                 return attention(q, k, v, starts, starts, **size, **options)[0]
 
             rivals = {"fastbert": ours}
-            if importlib.util.find_spec("flash_attn"):
-                rivals["flash-attn 2"] = _flash_attention(q, k, v, starts, longest, p)
+            packed = (q, k, v, starts, starts, longest, longest, dim**-0.5, None, p)
+            for peer, generation in flash_attn.GENERATIONS.items():
+                if flash_attn.why_not_importable(peer) is None and (p == 0 or generation.dropout):
+                    rivals[peer] = functools.partial(flash_attn.varlen_attention, peer, *packed)
             yield from _both(
                 f"attention {name} dropout {p}", rivals, [q, k, v], ("flops", flops, 2.5 * flops)
             )
@@ -234,14 +240,6 @@ def _attention_cases(on_gpu: bool, half: dict, state) -> Iterator[tuple]:
                 padded_qkv,
                 ("flops", flops, 2.5 * flops),
             )
-
-
-def _flash_attention(q, k, v, starts, longest, p) -> Callable:
-    from flash_attn import flash_attn_varlen_func
-
-    return lambda: flash_attn_varlen_func(
-        q, k, v, starts, starts, longest, longest, dropout_p=p, deterministic=True
-    )
 
 
 def _loss_cases(on_gpu: bool, half: dict) -> Iterator[tuple]:

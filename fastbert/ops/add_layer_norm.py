@@ -10,7 +10,7 @@ from fastbert.reference.add_layer_norm import (
     add_layer_norm_bwd_reference,
     add_layer_norm_reference,
 )
-from fastbert.reference.philox import dropout_threshold
+from fastbert.reference.philox import dropout_scale, dropout_threshold
 
 
 def _is_identity(linear_bias, residual, dropout_p) -> bool:
@@ -200,6 +200,7 @@ def add_layer_norm(
 
     Raises:
         ValueError: shapes that do not fit, dropout_p outside [0, 1], a wrong rng_state.
+        NotImplementedError: a bound implementation cannot take these inputs.
         RuntimeError: in backward with create_graph=True.
     """
     _check(x, residual, weight, bias, linear_bias)
@@ -208,6 +209,11 @@ def add_layer_norm(
     else:
         rng_state = None
     out_dtype = layer_norm_dtype(x, residual)
+    peer = dispatch.peer("add_layer_norm")
+    if peer is not None:
+        h = _sum(x, linear_bias, residual, dropout_p, site, rng_state)
+        y = peer(h.to(out_dtype), weight, bias, eps)
+        return (y, h) if return_sum else y
     if dispatch.needs_grad(x, residual, weight, bias, linear_bias):
         y, h = _AddLayerNorm.apply(
             x, residual, weight, bias, linear_bias, eps, dropout_p, site, rng_state, out_dtype
@@ -218,6 +224,15 @@ def add_layer_norm(
     if not return_sum:
         return y
     return y, x if _is_identity(linear_bias, residual, dropout_p) else h
+
+
+def _sum(x, linear_bias, residual, dropout_p, site, rng_state) -> torch.Tensor:
+    """h by PyTorch's own autograd, for a peer that has the norm alone; the same elements drop."""
+    threshold, keep = _keep_mask(x, dropout_p, site, rng_state)
+    total = x if linear_bias is None else x + linear_bias
+    if threshold > 0:
+        total = torch.where(keep, total * dropout_scale(threshold), 0)
+    return total if residual is None else residual + total
 
 
 def layer_norm_dtype(x: torch.Tensor, residual: torch.Tensor | None) -> torch.dtype:

@@ -243,7 +243,7 @@ def attention(
     dropout_p: float = 0.0,
     site: int = 0,
     rng_state: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """out = dropout(softmax(q kᵀ · softmax_scale)) v within each packed sequence.
 
     Vaswani et al. 2017, eq. 1; computed as in Dao et al. 2022. Queries and keys of a sequence may
@@ -264,9 +264,11 @@ def attention(
 
     Returns:
         out: `(Tq, N, D)`, 0 in idle rows and where a query has no key. softmax_lse: `(N, Tq)`
-        fp32, log Σ exp of the scaled scores before dropout, -inf there; not differentiable.
+        fp32, log Σ exp of the scaled scores before dropout, -inf there; not differentiable; None
+        where a peer is bound (docs/peers.md).
 
     Raises:
+        NotImplementedError: a bound implementation cannot take these inputs.
         ValueError: shapes, dtypes or lengths that do not fit, dropout_p outside [0, 1], a wrong
             rng_state, lengths beyond the dropout stream's limits.
         RuntimeError: in backward with create_graph=True.
@@ -282,6 +284,9 @@ def attention(
         site,
         rng_state,
     )
+    peer = dispatch.peer("attention")
+    if peer is not None:
+        return peer(q, k, v, cu_seqlens_q, cu_seqlens_k, *options), None
     if dispatch.needs_grad(q, k, v):
         keys = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k
         return _Attention.apply(q, k, v, cu_seqlens_q, keys, options, rng_state)
@@ -299,7 +304,7 @@ def attention_packed_qkv(
     dropout_p: float = 0.0,
     site: int = 0,
     rng_state: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`attention` on the output of one projection: `(T, 3·C)`, queries, keys, values.
 
     Args:
@@ -326,6 +331,9 @@ def attention_packed_qkv(
         site,
         rng_state,
     )
+    peer = dispatch.peer("attention")
+    if peer is not None:
+        return peer(q, k, v, cu_seqlens, cu_seqlens, *options), None
     if dispatch.needs_grad(qkv):
         return _AttentionPackedQkv.apply(qkv, num_heads, cu_seqlens, options, rng_state)
     return attention_fwd(q, k, v, cu_seqlens, cu_seqlens, *options, rng_state)
