@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from . import cache
+
 
 def block_of(size: int, largest: int) -> int:
     """The smallest power of two that holds `size`, at most `largest`."""
@@ -13,13 +15,15 @@ def block_of(size: int, largest: int) -> int:
 
 
 def on_device(tensor: torch.Tensor):
-    """A context in which kernels are launched on `tensor`'s device.
+    """A context in which kernels are launched on `tensor`'s device and compiled into a cache that
+    can be written.
 
     Triton launches on the current device; on another one of a machine with several it would read
-    memory that is not there (NVIDIA/apex#770).
+    memory that is not there (NVIDIA/apex#770). The stream is that device's current one.
     """
     if tensor.device.type != "cuda":
         return contextlib.nullcontext()
+    cache.ensure_writable()
     return torch.cuda.device(tensor.device)
 
 

@@ -91,9 +91,11 @@ STANDARD = {
     "importlib",
     "itertools",
     "json",
+    "logging",
     "math",
     "os",
     "pathlib",
+    "tempfile",
 }
 
 

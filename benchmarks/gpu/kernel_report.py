@@ -493,6 +493,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the rows there")
     arguments = parser.parse_args()
     work = jobs(arguments.only)
+    _module("cache").ensure_writable()
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool:
         rows = list(pool.map(compile_number, range(len(work)), [arguments.only] * len(work)))
     print(table(rows))

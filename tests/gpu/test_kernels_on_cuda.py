@@ -228,3 +228,28 @@ def test_every_run_gives_the_same_bits(device, rng_state, dtype):
     for _ in range(REPEATS):
         for a, b in zip(first, run(), strict=True):
             assert_bitwise_equal(a, b, "a repeat")
+
+
+@pytest.mark.skipif(not ON_GPU, reason="a CPU has one stream")
+def test_launches_follow_the_current_stream():
+    """Behind half a second of waiting on a side stream, as what they read is."""
+    x = torch.zeros(1 << 20, 8, device="cuda", dtype=torch.bfloat16)
+    indices = torch.arange(x.shape[0], device="cuda")
+    unpad(x, indices)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10**9)
+        x.fill_(1)
+        y = unpad(x, indices)
+    side.synchronize()
+    assert (y == 1).all()
+
+
+@pytest.mark.skipif(not ON_GPU or torch.cuda.device_count() < 2, reason="takes two GPUs")
+def test_launches_go_to_the_device_of_their_tensors():
+    x = torch.randn(50, 8, device="cuda:1")
+    indices = torch.arange(40, device="cuda:1")
+    assert torch.cuda.current_device() == 0
+    assert_bitwise_equal(unpad(x, indices), x[:40], "unpad on the second GPU")
+    assert torch.cuda.current_device() == 0

@@ -1,11 +1,17 @@
 """Triton launchers: on the device of their tensors, in the interpreter where there is no GPU."""
 
+import ast
+import contextlib
 import json
+import types
+from pathlib import Path
 
 import pytest
 import torch
 from fastbert.kernels import (
     bias_gelu,
+    cache,
+    common,
     embed_layer_norm,
     linear_gelu,
     mlm_cross_entropy,
@@ -18,6 +24,58 @@ from fastbert.ops.linear_gelu import gelu_mlp, linear_gelu_fwd
 from fastbert.reference.bias_gelu import bias_gelu_bwd_reference, bias_gelu_fwd_reference
 from fastbert.reference.philox import row_keep_mask_reference, score_keep_mask_reference
 from fastbert.testing.compare import assert_bitwise_equal, assert_close_to_oracle
+
+KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+
+
+def _launches(node: ast.AST, guarded: bool, kernels: set[str]):
+    """(line, guarded) of every `kernel[grid](...)` below a node; `kernel` may be a parameter."""
+    if isinstance(node, ast.With):
+        guarded |= any("on_device(" in ast.unparse(item) for item in node.items)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+        launched = node.func.value
+        if isinstance(launched, ast.Name) and launched.id in kernels:
+            yield node.lineno, guarded
+    for child in ast.iter_child_nodes(node):
+        yield from _launches(child, guarded, kernels)
+
+
+def _kernels_of(tree: ast.Module) -> set[str]:
+    """Names that are launched in a module: its kernels, and parameters called `kernel`."""
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    return {f.name for f in functions if f.name.endswith("_kernel")} | {"kernel"}
+
+
+def test_every_launch_is_on_the_device_of_its_tensors():
+    """On a machine with several GPUs a launch elsewhere reads memory that is not there."""
+    launched = 0
+    for path in KERNELS.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        for line, guarded in _launches(tree, False, _kernels_of(tree)):
+            assert guarded, f"{path.name}:{line} launches outside of on_device()"
+            launched += 1
+    kernels = sum(path.read_text().count("_kernel(\n") for path in KERNELS.glob("*.py"))
+    assert launched >= kernels - 1  # two kernels share the launcher of linear_gelu
+
+
+def test_launches_enter_the_device_and_see_to_the_cache(monkeypatch):
+    seen = []
+
+    @contextlib.contextmanager
+    def enter(device):
+        seen.append(device)
+        yield
+        seen.append("left")
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(cache, "ensure_writable", lambda: seen.append("cache"))
+    second = torch.device("cuda", 1)
+    with common.on_device(types.SimpleNamespace(device=second)):
+        seen.append("launch")
+    assert seen == ["cache", second, "launch", "left"]
+    with common.on_device(torch.ones(1)):
+        pass
+    assert len(seen) == 4
 
 
 @pytest.mark.parametrize("form", ["none", "tanh"])
