@@ -169,6 +169,9 @@ def _launch(kernel, operands, others, shape, dtype, **constants) -> None:
         t.shape[-1] * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in operands
     )
     with on_device(left):
+        if descriptors:
+            # Triton keeps it for one context, and autograd runs backward in threads of its own.
+            triton.set_allocator(_workspace)
         kernel[(min(count, _programs(left.device)),)](
             *operands,
             *others,
@@ -182,14 +185,15 @@ def _launch(kernel, operands, others, shape, dtype, **constants) -> None:
 
 @functools.cache
 def _take_descriptors(device: torch.device) -> bool:
-    """Whether the device loads tiles by descriptors; gives Triton memory to keep them in."""
-    if device.type == "cuda":
-        if torch.version.hip or torch.cuda.get_device_capability(device)[0] < 9:
-            return False
-        triton.set_allocator(
-            lambda size, alignment, stream: torch.empty(size, device=device, dtype=torch.int8)
-        )
-    return True
+    """Whether the device loads tiles by descriptors; the interpreter does."""
+    if device.type != "cuda":
+        return True
+    return not torch.version.hip and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _workspace(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Memory on the device of the launch, where Triton keeps descriptors."""
+    return torch.empty(size, device="cuda", dtype=torch.int8)
 
 
 def fused_fwd(

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import json
+import threading
 import types
 from pathlib import Path
 
@@ -190,6 +191,27 @@ def test_fused_gelu_matmul_backward(device, rows, width, inner, dtype):
         runs.append((u.grad, u.grad.sum(0)))
     for ours, oracle, plain, name in zip((dpreact, dbias), *runs, ("du", "db"), strict=True):
         assert_close_to_oracle(ours, oracle, plain, name, reduction_rows=rows)
+
+
+def test_every_thread_gives_triton_memory_for_descriptors(device):
+    """Triton binds it to a context: what the thread of forward set, that of backward does not see.
+
+    Asked of the module that holds it: the interpreter needs no memory, so nothing else tells.
+    """
+    from triton.runtime import _allocation
+
+    x, weight = torch.ones(2, 16, device=device), torch.ones(8, 16, device=device)
+    found = []
+
+    def launch():
+        linear_gelu.fused_fwd(x, weight, None, "none", False)
+        found.append(_allocation._allocator.get())
+
+    launch()
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join()
+    assert found == [linear_gelu._workspace] * 2
 
 
 def test_fused_forms_follow_the_table(device, monkeypatch, tmp_path):
