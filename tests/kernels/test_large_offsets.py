@@ -1,0 +1,143 @@
+"""Rows that begin beyond 2^31 elements, without the memory for them: only the last programs of a
+launch run, and of the tensors only the pages they touch exist. An offset that wraps reads where
+nothing is: the process ends there."""
+
+import os
+
+import pytest
+import torch
+from fastbert.kernels import add_layer_norm, attention, bias_gelu, embed_layer_norm, unpad
+
+from fastbert.reference.add_layer_norm import (
+    add_layer_norm_bwd_reference,
+    add_layer_norm_reference,
+)
+from fastbert.reference.attention import attention_bwd_reference, attention_reference
+from fastbert.reference.bias_gelu import bias_gelu_bwd_reference, bias_gelu_fwd_reference
+from fastbert.testing.interpreter import last_programs
+
+LIMIT = 2**31
+END = 3
+"""Rows at the end that hold values and are compared."""
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter"
+)
+
+
+@pytest.fixture(autouse=True)
+def untouched_memory(poison):
+    """Fresh memory is left alone, and what is too large for this machine skips the test."""
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def tall(*row: int, dtype=torch.float16) -> torch.Tensor:
+    """As many rows as pass the limit, and a few: values in the last ones, nothing in the others."""
+    size = torch.Size(row).numel()
+    try:
+        rows = torch.empty((LIMIT // size + 2 * END, *row), dtype=dtype)
+    except RuntimeError as error:
+        pytest.skip(f"no address space: {error}")
+    assert (rows.shape[0] - END) * size > LIMIT
+    last = torch.randn(END, *row) if dtype.is_floating_point else torch.randint(99, (END, *row))
+    rows[-END:] = last.to(dtype)
+    return rows
+
+
+def close(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, expected, rtol=4e-3, atol=4e-3)
+
+
+def test_bias_gelu_far_out():
+    columns = 1 << 20
+    x, dy, bias = tall(columns), tall(columns), torch.randn(columns).half()
+    last = slice(-512, None)
+    with last_programs(1):
+        y = bias_gelu.bias_gelu_fwd(x, bias, "none")
+        dx, _ = bias_gelu.bias_gelu_bwd(dy, x, bias, "none")
+    rows = (x[-1:, last], bias[last])
+    close(y[-1:, last], bias_gelu_fwd_reference(*rows, "none"))
+    close(dx[-1:, last], bias_gelu_bwd_reference(dy[-1:, last], *rows, "none")[0])
+
+
+def test_add_layer_norm_far_out():
+    columns = 8192
+    x, residual, dy = tall(columns), tall(columns), tall(columns)
+    weight, bias = (torch.randn(columns).half() for _ in range(2))
+    options = (torch.float16, True)
+    with last_programs(END):
+        y, h, mean, rstd = add_layer_norm.add_layer_norm_fwd(
+            x, None, residual, weight, bias, 1e-5, 0.0, 0, None, *options
+        )
+    last = (x[-END:], None, residual[-END:], weight, bias, 1e-5, 0, None, *options)
+    saved = add_layer_norm_reference(*last)
+    for ours, expected in zip((y, h, mean, rstd), saved, strict=True):
+        close(ours[-END:], expected)
+    rstd.nan_to_num_(0.0)  # of the rows no program has written
+    mean.nan_to_num_(0.0)
+    with last_programs(1):
+        _, dresidual, *_ = add_layer_norm.add_layer_norm_bwd(
+            dy, None, h, weight, bias, mean, rstd, None, 0.0, 0, None, torch.float16
+        )
+    _, expected, *_ = add_layer_norm_bwd_reference(
+        dy[-END:], None, *saved[1:2], weight, bias, *saved[2:], 0, None, torch.float16, None
+    )
+    close(dresidual[-END:], expected)
+
+
+def test_embeddings_far_out():
+    columns = 8192
+    words = tall(columns)
+    small, weight = torch.randn(END, columns).half(), torch.ones(columns).half()
+    zeros = torch.zeros(END, dtype=torch.int64)
+    ids = torch.arange(words.shape[0] - END, words.shape[0])
+    options = (weight, None, 1e-5, None, 0.0, 0, None, torch.float16, None)
+    _, h, _, _ = embed_layer_norm.embed_layer_norm_fwd(
+        ids, zeros, zeros, words, small, small, *options
+    )
+    close(h, words[-END:] + 2 * small[0])
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_moved_rows_far_out(scatter):
+    """Rows of odd bytes are moved byte by byte: as many elements as bytes."""
+    padded = tall(8191, dtype=torch.uint8)
+    indices = torch.tensor([padded.shape[0] - 1, padded.shape[0] - END])
+    rows = torch.randint(99, (2, 8191), dtype=torch.uint8)
+    with last_programs(8):
+        unpad._move(*((rows, indices, padded) if scatter else (padded, indices, rows)), scatter)
+    assert torch.equal(rows, padded[indices])
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_packed_rows_far_out(scatter):
+    packed = tall(8191, dtype=torch.uint8)
+    indices = torch.zeros(packed.shape[0], dtype=torch.int64)
+    indices[-END:] = torch.arange(END)
+    padded = torch.randint(99, (END, 8191), dtype=torch.uint8)
+    with last_programs(8):
+        unpad._move(*((packed, indices, padded) if scatter else (padded, indices, packed)), scatter)
+    assert torch.equal(packed[-END:], padded)
+
+
+def test_attention_far_out():
+    """One sequence of a million rows, of which no program runs, and one of three behind it."""
+    heads, dim = 16, 128
+    q, k, v, dout = (tall(heads, dim) for _ in range(4))
+    total = q.shape[0]
+    starts = torch.tensor([0, total - END, total], dtype=torch.int32)
+    options = (starts, starts, total, total, dim**-0.5, None, 0.0, 0, None)
+    # The last sequence's slot and that of the idle rows behind it; one more would be the first's.
+    with last_programs(2):
+        out, lse = attention.attention_fwd(q, k, v, *options)
+        gradients = attention.attention_bwd(dout, q, k, v, out, lse, *options)
+    last_heads = slice(heads - 2, None)
+    ends = [t[-END:, last_heads] for t in (q, k, v, dout)]
+    one = torch.tensor([0, END], dtype=torch.int32)
+    local = (one, one, dim**-0.5, None, 0, None)
+    expected, expected_lse = attention_reference(*ends[:3], *local)
+    close(out[-END:, last_heads], expected)
+    close(lse[last_heads, -END:], expected_lse)
+    slow = attention_bwd_reference(ends[3], *ends[:3], expected_lse, *local)
+    for ours, theirs in zip(gradients, slow, strict=True):
+        close(ours[-END:, last_heads], theirs)
