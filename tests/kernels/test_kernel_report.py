@@ -68,6 +68,19 @@ def test_report_finds_a_fault(report):
     assert len(report.faults({**fine, "tensor": 0, "hgmma": 0}, kernel)) == 2
 
 
+def test_report_allows_an_older_triton_its_spills(report, monkeypatch):
+    import triton
+
+    kernel = report.Kernel(lambda dtype, target: {}, wide=False)
+    row = {"kernel": "mlm_cross_entropy_bwd", "target": "sm_80", "dtype": "bf16", "spills": 2}
+    row["shared_bytes"] = 0
+    for version, spills, faults in (("3.6.0", 2, 0), ("3.6.0", 3, 1), ("3.9.0", 2, 1)):
+        monkeypatch.setattr(triton, "__version__", version)
+        assert len(report.faults({**row, "spills": spills}, kernel)) == faults
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    assert len(report.faults({**row, "target": "sm_89"}, kernel)) == 1
+
+
 def test_report_counts_what_bounds_a_loop(report):
     """64 x 64 x 64 on Hopper: half a million FLOP are 128 cycles of 4096."""
     code = [(0, "MOV", "R0, R1 ")]
