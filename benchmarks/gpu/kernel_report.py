@@ -59,8 +59,8 @@ MACHINES = {
 REGISTERS = 65536
 TILE = ("ROWS", "COLS", "DEPTH", "PARTS", "STEP", "TABLE", "BLOCK_Q", "BLOCK_K", "BLOCK_D")
 
-# Tiles are chosen for the newest Triton, with which nothing is spilled. What an older one's register
-# allocation makes of the same source: loads and stores by kernel, target and dtype.
+# Tiles are chosen for the newest Triton, with which nothing is spilled. What the registers of an
+# older one make of the same source: spilled loads and stores by kernel, target and dtype.
 OLDER_SPILLS = {
     "3.6": {
         ("mlm_cross_entropy_bwd", "sm_80", "bf16"): 2,
