@@ -20,8 +20,8 @@ from fastbert.ops.embed_layer_norm import embed_layer_norm
 from fastbert.ops.mlm_cross_entropy import mlm_cross_entropy
 from fastbert.ops.unpad import unpad
 from fastbert.padding import pack
-from fastbert.train import GraphedStep
 from fastbert.peers import apex, flash_attn
+from fastbert.train import GraphedStep
 
 LARGE = {
     "hidden_size": 1024,
