@@ -26,6 +26,10 @@ _EXPORTS = {
         ),
         "fastbert.models.bert",
     ),
+    **dict.fromkeys(
+        ("DataCollatorForLanguageModeling", "DataCollatorForWholeWordMask"),
+        "fastbert.data.collators",
+    ),
 }
 
 __all__ = ["__version__", *_EXPORTS]

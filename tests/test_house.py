@@ -73,7 +73,8 @@ ARROWS = {
     "fastbert.peers": {"fastbert.dispatch"},
     "fastbert.tune": {"fastbert.kernels", "fastbert.ops"},
     "fastbert.env": {"fastbert", "fastbert.dispatch", "fastbert.extension", "fastbert.peers"},
-    "fastbert.cli": set(),
+    "fastbert.data": {"fastbert.data"},
+    "fastbert.cli": {"fastbert.cli"},
     "fastbert.__main__": {"fastbert.cli"},
 }
 # What a room may import from outside.

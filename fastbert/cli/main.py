@@ -4,7 +4,11 @@ from typing import Annotated
 
 import typer
 
+from fastbert.cli import data, tokenizer
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="BERT with fused kernels.")
+app.add_typer(data.app, name="data")
+app.add_typer(tokenizer.app, name="tokenizer")
 
 
 @app.callback()
