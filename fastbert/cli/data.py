@@ -30,7 +30,7 @@ def prepare(
     piece_mb: Annotated[int, typer.Option(help="Megabytes of input in a shard.")] = 64,
 ) -> None:
     """Tokenize texts into a folder. Run again after a kill it goes on where it was."""
-    from fastbert.data.prepare import prepare as run
+    from fastbert.data.preparation import prepare as run
 
     try:
         corpus = run(

@@ -30,7 +30,7 @@ _EXPORTS = {
     "next_sentence_pairs": "pairs",
     "pack_sentences": "packing",
     "pad_rows": "sequences",
-    "prepare": "prepare",
+    "prepare": "preparation",
     "sentence_order_pairs": "pairs",
     "train_tokenizer": "tokenizer_training",
 }

@@ -1,11 +1,11 @@
 """Batches of about the same number of tokens, the same on every rank, resumable at any step.
 
 The slowest rank sets the pace of a step, so the sequences of a step are shared out by length:
-longest first to the emptiest rank (Graham 1969, "Bounds on multiprocessing timing anomalies"), then
-pairs of sequences are exchanged while that brings the fullest and the emptiest rank closer.
+longest first, one to each rank at a time and the longer to the emptier (after Graham 1969, "Bounds
+on multiprocessing timing anomalies"); then pairs of sequences are exchanged while that brings the
+fullest and the emptiest rank closer.
 """
 
-import heapq
 from collections.abc import Iterator
 
 import numpy as np
@@ -56,8 +56,9 @@ class TokenBudgetSampler:
             raise ValueError(f"tokens_per_batch must be at least 1, got {tokens_per_batch}")
         if not 0 <= rank < num_ranks:
             raise ValueError(f"rank must lie in 0 to {num_ranks - 1}, got {rank}")
-        shortest = int(self.lengths.min(initial=1))
-        longest = int(self.lengths.max(initial=1))
+        shortest, longest = 1, 1
+        if len(self.lengths):
+            shortest, longest = int(self.lengths.min()), int(self.lengths.max())
         if shortest < 1 or longest > tokens_per_batch:
             raise ValueError(
                 f"lengths must lie in 1 to tokens_per_batch={tokens_per_batch}, got {shortest} to "
@@ -190,6 +191,7 @@ def balance(lengths: np.ndarray, num_ranks: int) -> list[np.ndarray]:
     """
     if len(lengths) < num_ranks:
         raise ValueError(f"{len(lengths)} sequences are too few for {num_ranks} ranks")
+    lengths = np.asarray(lengths)
     parts = _longest_first(lengths, num_ranks)
     sums = np.array([lengths[part].sum() for part in parts])
     for _ in range(_EXCHANGES):
@@ -201,26 +203,29 @@ def balance(lengths: np.ndarray, num_ranks: int) -> list[np.ndarray]:
             break
         for rank in (full, empty):
             sums[rank] = lengths[parts[rank]].sum()
-    return [np.array(part, np.int64) for part in parts]
-
-
-def _longest_first(lengths: np.ndarray, num_ranks: int) -> list[list[int]]:
-    parts: list[list[int]] = [[] for _ in range(num_ranks)]
-    sums = [(0, rank) for rank in range(num_ranks)]
-    for sequence in np.argsort(-lengths, kind="stable").tolist():
-        tokens, rank = heapq.heappop(sums)
-        parts[rank].append(sequence)
-        heapq.heappush(sums, (tokens + int(lengths[sequence]), rank))
     return parts
 
 
-def _exchange(lengths, parts: list[list[int]], full: int, empty: int, difference: int) -> bool:
+def _longest_first(lengths: np.ndarray, num_ranks: int) -> list[np.ndarray]:
+    order = np.argsort(-lengths, kind="stable")
+    rank_of = np.empty(len(lengths), np.int64)
+    sums = np.zeros(num_ranks, np.int64)
+    for first in range(0, len(order), num_ranks):
+        row = order[first : first + num_ranks]
+        ranks = np.argsort(sums, kind="stable")[: len(row)]
+        rank_of[row] = ranks
+        sums[ranks] += lengths[row]
+    by_rank = np.argsort(rank_of, kind="stable")
+    return np.split(by_rank, np.cumsum(np.bincount(rank_of, minlength=num_ranks))[:-1])
+
+
+def _exchange(lengths, parts: list[np.ndarray], full: int, empty: int, difference: int) -> bool:
     """Swaps the two sequences that bring two ranks closest; False if none brings them closer."""
-    give, take = np.array(parts[full]), np.array(parts[empty])
+    give, take = parts[full], parts[empty]
     gains = lengths[give][:, None] - lengths[take]
     left = np.abs(difference - 2 * gains)
     row, column = np.unravel_index(left.argmin(), left.shape)
     if left[row, column] >= difference:
         return False
-    parts[full][row], parts[empty][column] = parts[empty][column], parts[full][row]
+    give[row], take[column] = take[column], give[row]
     return True

@@ -76,7 +76,10 @@ def train_tokenizer(
         special_tokens=[(t, tokenizer.token_to_id(t)) for t in ("[CLS]", "[SEP]")],
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=max_length, **SPECIAL
+        tokenizer_object=tokenizer,
+        model_max_length=max_length,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        **SPECIAL,
     )
 
 

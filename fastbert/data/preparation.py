@@ -188,7 +188,9 @@ def _begin(folder: Path, plan: str, tokenizer) -> None:
                 f"folder"
             )
         return
-    if folder.exists() and any(folder.iterdir()):
+    # A kill before the plan was written leaves these.
+    begun = {"tokenizer", f"{PLAN}.part"}
+    if folder.exists() and any(path.name not in begun for path in folder.iterdir()):
         raise ValueError(f"{folder} holds something else; choose an empty or a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder / "tokenizer")
