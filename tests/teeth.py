@@ -18,6 +18,36 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # name: file, what stands there, what is put in its place, tests of which one must fail
 FAULTS = {
+    "special tokens are masked": (
+        "fastbert/data/masking.py",
+        "maskable = ~vocabulary.special[ids]",
+        "maskable = np.ones(len(ids), bool)",
+        "tests/data/test_masking.py",
+    ),
+    "masked shares are 80/11/9": (
+        "fastbert/data/masking.py",
+        "(masking.mask_share + masking.random_share) * _FULL",
+        "(masking.mask_share + 1.1 * masking.random_share) * _FULL",
+        "tests/data/test_masking.py",
+    ),
+    "a collator's epochs are alike": (
+        "fastbert/data/collators.py",
+        "self._starts[worker] += 1",
+        "self._starts[worker] = 1",
+        "tests/data/test_collators.py",
+    ),
+    "next sentences come from the same document": (
+        "fastbert/data/pairs.py",
+        "other += other >= document",
+        "other += other > document",
+        "tests/data/test_pairs.py",
+    ),
+    "a shard is written in place": (
+        "fastbert/data/corpus.py",
+        'part = folder.with_suffix(".part")',
+        "part = folder",
+        "tests/data/test_corpus.py",
+    ),
     "mask ignored": (
         "fastbert/padding.py",
         "real = (attention_mask.to(device) != 0).reshape(-1)",

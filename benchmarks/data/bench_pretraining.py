@@ -1,5 +1,6 @@
-"""Tokens a second of one core from stored ids to masked batches; to be timed with one thread.
+"""Tokens a second of one core from stored ids to masked batches.
 
+On a shared machine `--benchmark-timer=time.process_time` counts this process's time alone.
 The text is random words of one to three tokens, in sentences of 5 to 49 tokens.
 """
 

@@ -75,7 +75,8 @@ def prepare(
         column: the field of the text in rows.
         segmenter: "jieba", or a function from a text to its words (it must pickle for more than
             one worker): words are stored for whole-word masking.
-        workers: processes; default: one a core. 1: in this process.
+        workers: processes; default: one a core. 1: in this process. More are spawned, so a script
+            that calls this needs the usual `if __name__ == "__main__":`.
         piece_bytes: of input for a shard.
         rows_per_shard: the same for a dataset.
         progress: show a bar on stderr.

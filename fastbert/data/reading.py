@@ -5,6 +5,7 @@ ends with a document, some row groups of a Parquet file.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 DOCUMENTS = ("blank-line", "line", "file")
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 _BOM = b"\xef\xbb\xbf"
+# An escape such as \\ud83d alone is JSON, but no character that a tokenizer takes.
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class CorpusError(ValueError):
@@ -169,6 +172,8 @@ def _json_text(path: str, offset: int, line: str, column: str) -> str:
     if not isinstance(row, dict) or not isinstance(row.get(column), str):
         found = sorted(row) if isinstance(row, dict) else type(row).__name__
         raise CorpusError(path, offset, f"no text in the field {column!r}; the line holds {found}")
+    if _LONE_SURROGATE.search(row[column]):
+        raise CorpusError(path, offset, f"half of a surrogate pair in the field {column!r}")
     return row[column]
 
 

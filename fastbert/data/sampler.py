@@ -152,27 +152,31 @@ class TokenBudgetSampler:
 
     def _plan(self, order: np.ndarray, place: int) -> tuple[list[np.ndarray], int] | None:
         """Each rank's sequences for the step that begins at `place`, and the next step's place."""
-        ahead, count = self._window(order, place)
+        ahead, ends = self._window(order, place)
+        target = self.tokens_per_batch * self.num_ranks
+        count = int(np.searchsorted(ends, target, side="right"))
         if self.drop_last and place + count == len(order):
             return None
-        # Ranks of equal sums may still exceed the budget by a part of a sequence.
         while count >= self.num_ranks:
             lengths = self.lengths[ahead[:count]]
             batches = balance(lengths, self.num_ranks)
-            if max(int(lengths[batch].sum()) for batch in batches) <= self.tokens_per_batch:
+            excess = max(int(lengths[b].sum()) for b in batches) - self.tokens_per_batch
+            if excess <= 0:
                 return [np.sort(ahead[batch]) for batch in batches], place + count
-            count -= 1
+            # The sum fits, but not every share of it: leave as much room on every rank.
+            target = min(target, int(ends[count - 1])) - excess * self.num_ranks
+            count = int(np.searchsorted(ends, target, side="right"))
         return None
 
-    def _window(self, order: np.ndarray, place: int) -> tuple[np.ndarray, int]:
-        """Sequences from `place` on, and how many of them the budgets of all ranks hold."""
+    def _window(self, order: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
+        """More sequences from `place` on than a step can hold, if there are, and running sums."""
         budget = self.tokens_per_batch * self.num_ranks
         reach = 2 * int(budget / max(self.lengths.mean(), 1)) + 1 if len(order) else 1
         while True:
             ahead = order[place : place + reach]
             ends = np.cumsum(self.lengths[ahead])
             if len(ahead) < reach or ends[-1] > budget:
-                return ahead, int(np.searchsorted(ends, budget, side="right"))
+                return ahead, ends
             reach *= 2
 
 

@@ -158,6 +158,7 @@ def masked_batch(
     seed: int,
     epoch: int,
     step: int = 0,
+    first_index: int = 0,
 ) -> Batch:
     """Takes sequences and masks them.
 
@@ -169,14 +170,15 @@ def masked_batch(
         indices: `(N,)` which ones.
         vocabulary, masking: see `mask_tokens`.
         seed, epoch: of the noise. step: for a `RateSchedule`.
+        first_index: the sequences that come before these in the data set, where these are one
+            shard's.
 
     Raises:
         ValueError, IndexError: as in `mask_tokens` and `Sequences.take`.
     """
     batch = sequences.take(indices)
-    noise = sequence_noise(
-        seed, masking.epoch_of_masks(epoch), np.asarray(indices, np.int64), batch.lengths
-    )
+    numbers = np.asarray(indices, np.int64) + first_index
+    noise = sequence_noise(seed, masking.epoch_of_masks(epoch), numbers, batch.lengths)
     masked = mask_tokens(
         batch.input_ids,
         batch.cu_seqlens,

@@ -132,6 +132,7 @@ def _broken(kind, tmp_path):
     lines = {
         "json": (b'{"text": "a"}\n', b'{"text": "\xc3\xa9", "b" 1}\n', "not JSON"),
         "field": (b'{"text": "a"}\n', b'{"body": "b"}\n', "no text in the field 'text'"),
+        "surrogate": (b'{"text": "a"}\n', b'{"text": "b \\ud83d"}\n', "half of a surrogate pair"),
         "array": (b'{"text": "a"}\n', b"[1, 2]\n", "no text in the field 'text'"),
     }[kind]
     path = tmp_path / "a.jsonl"
@@ -143,7 +144,15 @@ def _broken(kind, tmp_path):
 # One fault with two workers shows that errors pass between processes.
 @pytest.mark.parametrize(
     ("kind", "workers"),
-    [("utf-8", 1), ("json", 1), ("field", 1), ("array", 1), ("parquet", 1), ("json", 2)],
+    [
+        ("utf-8", 1),
+        ("json", 1),
+        ("field", 1),
+        ("array", 1),
+        ("surrogate", 1),
+        ("parquet", 1),
+        ("json", 2),
+    ],
 )
 def test_a_broken_file_is_named_with_the_place(tokenizer, tmp_path, kind, workers):
     if kind == "parquet":

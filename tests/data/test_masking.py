@@ -207,7 +207,9 @@ def test_masks_depend_on_seed_epoch_and_index_alone(unit):
     alone = masked_batch(data, np.array([2]), **options)
     at = together.sequences.cu_seqlens[[2, 3]]
     assert (together.sequences.input_ids[at[0] : at[1]] == alone.sequences.input_ids).all()
-    for other in ({"seed": 4}, {"epoch": 3}):
+    later = masked_batch(data.take([1, 2]), np.array([1]), first_index=1, **options)
+    assert (later.sequences.input_ids == alone.sequences.input_ids).all()
+    for other in ({"seed": 4}, {"epoch": 3}, {"first_index": 7}):
         changed = masked_batch(data, np.array([2]), **{**options, **other})
         assert not np.array_equal(changed.masked.positions, alone.masked.positions)
 
