@@ -263,11 +263,10 @@ def _choose_one_at_least(chosen: np.ndarray, sequence: np.ndarray, bits: np.ndar
         return
     heads = np.flatnonzero(np.diff(sequence, prepend=-1))
     empty = ~np.logical_or.reduceat(chosen, heads)
-    if not empty.any():
-        return
-    ends = np.append(heads[1:], len(sequence))
-    for head, end in zip(heads[empty], ends[empty], strict=True):
-        chosen[head + np.argmin(bits[head:end])] = True
+    if empty.any():
+        counts = np.diff(np.append(heads, len(sequence)))
+        least = np.where(empty, np.minimum.reduceat(bits, heads), 0)
+        chosen |= np.repeat(empty, counts) & (bits == np.repeat(least, counts))
 
 
 def _choose_counted(sequence, lengths, bits, counts) -> np.ndarray:

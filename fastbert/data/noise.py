@@ -16,7 +16,11 @@ def generator(seed: int, epoch: int = 0, index: int = 0) -> np.random.Generator:
 
     Args:
         seed, epoch, index: from 0 to 2⁶⁴ - 1.
+
+    Raises:
+        ValueError: a seed or an epoch outside of that.
     """
+    _check(seed, epoch)
     return np.random.Generator(np.random.Philox(key=[seed, 0], counter=[0, 0, index, epoch]))
 
 
@@ -33,7 +37,11 @@ def sequence_noise(seed: int, epoch: int, indices: np.ndarray, lengths: np.ndarr
         seed, epoch: as in `generator`.
         indices: `(N,)` the sequences' numbers in the data set.
         lengths: `(N,)` their tokens; T is the sum.
+
+    Raises:
+        ValueError: as in `generator`.
     """
+    _check(seed, epoch)
     bits = np.random.Philox(key=[seed, 0])
     state = bits.state
     rows = []
@@ -44,3 +52,9 @@ def sequence_noise(seed: int, epoch: int, indices: np.ndarray, lengths: np.ndarr
         rows.append(bits.random_raw(length * WORDS // 2))
     raw = np.concatenate(rows) if rows else np.empty(0, np.uint64)
     return raw.view(np.uint32).reshape(-1, WORDS)
+
+
+def _check(seed: int, epoch: int) -> None:
+    for name, value in (("seed", seed), ("epoch", epoch)):
+        if not 0 <= value < 1 << 64:
+            raise ValueError(f"{name} must lie in 0 to 2**64 - 1, got {value}")

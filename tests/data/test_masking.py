@@ -232,6 +232,13 @@ def test_noise_of_a_sequence_is_its_generators():
     assert (noise[6:] == token_noise(generator(5, 7, 3), 9)).all()
 
 
+def test_seeds_that_are_none():
+    with pytest.raises(ValueError, match=r"seed must lie in 0 to .* got -1"):
+        generator(-1)
+    with pytest.raises(ValueError, match=r"epoch must lie in 0 to .* got -2"):
+        sequence_noise(0, -2, np.array([0]), np.array([4]))
+
+
 def test_rate_schedule():
     ids, cu_seqlens = _sequences([128] * 2000)
     masking = Masking(RateSchedule(0.3, 0.1, steps=100))
