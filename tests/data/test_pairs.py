@@ -2,10 +2,21 @@
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastbert.data import Documents, SpecialTokens, next_sentence_pairs, sentence_order_pairs
+import fastbert
+from fastbert.data import (
+    Documents,
+    Masking,
+    SpecialTokens,
+    Vocabulary,
+    masked_batch,
+    next_sentence_pairs,
+    sentence_order_pairs,
+)
 from fastbert.data.pairs import FOLLOWS, OTHER
 from fastbert.testing.proportions import assert_proportion
 
@@ -139,6 +150,36 @@ def test_epochs_and_seeds_give_other_pairs():
     assert make(seed=1) == make(seed=1)
     assert make(seed=1) != make(seed=2)
     assert make(seed=1) != make(seed=1, epoch=1)
+
+
+def test_a_padded_batch_is_the_models_input():
+    """transformers' names and shapes, and nothing but padding beside the sequences."""
+    documents = numbered([[4, 5, 6, 7]] * 10)
+    pairs = next_sentence_pairs(documents, SPECIAL, 20, seed=0)
+    size = int(documents.ids.max()) + 1
+    ids = np.arange(size)
+    vocabulary = Vocabulary(SEP, ids <= SEP, ids[SEP + 1 :])
+    batch = masked_batch(pairs, np.arange(6), vocabulary, Masking(), seed=0, epoch=0)
+    padded = batch.padded(pad_id=SEP, multiple_of=8)
+    assert padded["input_ids"].shape == (6, 24)
+    real = padded["attention_mask"].bool()
+    assert real.sum(1).tolist() == pairs.lengths[:6].tolist()
+    for name, flat in (
+        ("input_ids", batch.sequences.input_ids),
+        ("token_type_ids", batch.sequences.token_type_ids),
+        ("labels", batch.masked.dense_labels()),
+    ):
+        assert (padded[name][real].numpy() == flat).all()
+    assert (padded["labels"][~real] == -100).all()
+    config = transformers.BertConfig(
+        vocab_size=size,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+    )
+    outputs = fastbert.BertForPreTraining(config)(**padded)
+    assert torch.isfinite(outputs.loss) and outputs.seq_relationship_logits.shape == (6, 2)
 
 
 def test_inputs_that_are_none():
