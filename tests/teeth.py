@@ -44,8 +44,14 @@ FAULTS = {
     ),
     "a shard is written in place": (
         "fastbert/data/corpus.py",
-        'part = folder.with_suffix(".part")',
+        'part = folder.with_suffix(f".{os.getpid()}.part")',
         "part = folder",
+        "tests/data/test_corpus.py",
+    ),
+    "workers outlive their parent": (
+        "fastbert/data/preparation.py",
+        "multiprocessing.parent_process().join()\n    os._exit(1)",
+        "multiprocessing.parent_process().join()",
         "tests/data/test_corpus.py",
     ),
     "mask ignored": (

@@ -130,9 +130,8 @@ def write_shard(folder: Path, documents: Documents) -> dict[str, int]:
     Returns:
         Its counts for the index.
     """
-    part = folder.with_suffix(".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    part = folder.with_suffix(f".{os.getpid()}.part")
+    part.mkdir()
     columns = {
         "tokens": documents.ids,
         "sentences": documents.sentences.astype(_INT64),
@@ -152,6 +151,13 @@ def write_shard(folder: Path, documents: Documents) -> dict[str, int]:
     part.rename(folder)
     _sync_folder(folder.parent)
     return counts
+
+
+def remove_parts(folder: Path) -> None:
+    """Removes shards that a kill left unfinished."""
+    for part in folder.glob("*.part"):
+        if part.is_dir():
+            shutil.rmtree(part)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass
@@ -13,7 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
-from fastbert.data.corpus import FORMAT, INDEX, Corpus, token_dtype, write_atomically, write_shard
+from fastbert.data.corpus import (
+    FORMAT,
+    INDEX,
+    Corpus,
+    remove_parts,
+    token_dtype,
+    write_atomically,
+    write_shard,
+)
 from fastbert.data.documents import Documents
 from fastbert.data.reading import DOCUMENTS, Piece, pieces_of, read_piece
 from fastbert.data.segmentation import SENTENCES, Segmenter, jieba_segmenter, segmented_starts
@@ -101,6 +110,7 @@ def prepare(
     plan = _plan(recipe, tokenizer, paths, pieces, inputs, rows_per_shard)
     _begin(folder, plan, tokenizer)
     if not (folder / INDEX).exists():
+        remove_parts(folder)
         done = _complete_shards(folder)
         if pieces is not None:
             tasks = [_Task(i, p, p.size) for i, p in enumerate(pieces) if i not in done]
@@ -264,7 +274,14 @@ def _start_worker(recipe: _Recipe) -> None:
     global _worker
     # Processes are the parallel part; threads of the tokenizer on top would only contend.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker = _ShardMaker(recipe)
+
+
+def _end_with_parent() -> None:
+    """A pool's processes outlive a parent that is killed, and would write beside its successor."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def _work(task: _Task) -> int:

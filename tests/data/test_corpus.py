@@ -3,7 +3,9 @@
 import json
 import os
 import signal
+import time
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -214,6 +216,43 @@ def test_a_kill_at_any_write_loses_nothing(tokenizer, tmp_path):
         assert _stored(resumed) == _stored(whole)
         assert all(p.stat().st_mtime_ns == t for p, t in complete.items())
     assert kills > 10
+
+
+def _alive(pid):
+    """Whether a process runs; one that waits for its parent to read its exit does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+def test_workers_end_with_a_killed_parent(tokenizer, tmp_path):
+    """Else they would write beside the run that takes over."""
+    path = _write(tmp_path, "jsonl", TEXTS * 4000)
+    options = {"piece_bytes": 20_000, "workers": 2}
+    folder = tmp_path / "corpus"
+    parent = os.fork()
+    if parent == 0:
+        _prepare(path, tokenizer, folder, **options)
+        os._exit(0)
+    while not (folder / "00000").exists() and _alive(parent):
+        time.sleep(0.01)
+    threads = Path(f"/proc/{parent}/task").glob("*/children")
+    workers = [int(pid) for children in threads for pid in children.read_text().split()]
+    os.kill(parent, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(parent, 0)[1]) == -signal.SIGKILL
+    assert len(workers) >= 2
+    # A bound only so that a worker that stays fails the test instead of stopping the suite.
+    for _ in range(3000):
+        if not any(map(_alive, workers)):
+            break
+        time.sleep(0.01)
+    assert not any(map(_alive, workers))
+    assert not (folder / "corpus.json").exists()
+    resumed = _prepare(path, tokenizer, folder, **{**options, "workers": 1})
+    assert _stored(resumed) == _ids(tokenizer) * 4000
+    assert not list(folder.glob("*.part"))
 
 
 def test_rows_go_on_where_they_were(tokenizer, tmp_path):
