@@ -666,44 +666,15 @@ def _backward(
     tensors = (dout, q, k, v, out, softmax_lse, dq, dk, dv, torch.empty_like(softmax_lse))
     short = fits_one_pass(q, num_sequences, (max_seqlen_q, max_seqlen_k), window)
     launch = _one_pass if short else _two_passes
-    with on_device(q):
-        launch(*tensors, lengths, scalars, constants)
+    launch(*tensors, lengths, scalars, constants)
 
 
 def _one_pass(dout, q, k, v, out, lse, dq, dk, dv, delta, lengths, scalars, constants):
     constants = constants("bwd")
     del constants["WINDOW"]
     softmax_scale, _, _, *dropout = scalars
-    _attention_bwd_kernel[(lengths[-1] + 1, q.shape[1])](
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        dq,
-        dk,
-        dv,
-        delta,
-        torch.empty_like(out, dtype=torch.float32),
-        *lengths,
-        q.shape[0],
-        k.shape[0],
-        q.shape[1],
-        *_steps(q, k, v, dq, dk),
-        softmax_scale,
-        *dropout,
-        **constants,
-    )
-
-
-def _two_passes(dout, q, k, v, out, lse, dq, dk, dv, delta, lengths, scalars, constants):
-    num_heads, num_sequences = q.shape[1], lengths[-1]
-    steps = _steps(q, k, v)
-    if q.numel() > 0:
-        dq_constants = constants("bwd_dq")
-        slots = _slots(q, dq_constants["BLOCK_Q"], num_sequences)
-        _attention_bwd_dq_kernel[(slots, num_heads)](
+    with on_device(q):
+        _attention_bwd_kernel[(lengths[-1] + 1, q.shape[1])](
             dout,
             q,
             k,
@@ -711,33 +682,63 @@ def _two_passes(dout, q, k, v, out, lse, dq, dk, dv, delta, lengths, scalars, co
             out,
             lse,
             dq,
-            delta,
-            *lengths,
-            q.shape[0],
-            num_heads,
-            *steps,
-            *_steps(dq),
-            *scalars,
-            **dq_constants,
-        )
-    if k.numel() > 0:
-        dkv_constants = constants("bwd_dkv")
-        slots = _slots(k, dkv_constants["BLOCK_K"], num_sequences)
-        _attention_bwd_dkv_kernel[(slots, num_heads)](
-            dout,
-            q,
-            k,
-            v,
-            lse,
-            delta,
             dk,
             dv,
+            delta,
+            torch.empty_like(out, dtype=torch.float32),
             *lengths,
             q.shape[0],
             k.shape[0],
-            num_heads,
-            *steps,
-            *_steps(dk),
-            *scalars,
-            **dkv_constants,
+            q.shape[1],
+            *_steps(q, k, v, dq, dk),
+            softmax_scale,
+            *dropout,
+            **constants,
         )
+
+
+def _two_passes(dout, q, k, v, out, lse, dq, dk, dv, delta, lengths, scalars, constants):
+    num_heads, num_sequences = q.shape[1], lengths[-1]
+    steps = _steps(q, k, v)
+    with on_device(q):
+        if q.numel() > 0:
+            dq_constants = constants("bwd_dq")
+            slots = _slots(q, dq_constants["BLOCK_Q"], num_sequences)
+            _attention_bwd_dq_kernel[(slots, num_heads)](
+                dout,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                dq,
+                delta,
+                *lengths,
+                q.shape[0],
+                num_heads,
+                *steps,
+                *_steps(dq),
+                *scalars,
+                **dq_constants,
+            )
+        if k.numel() > 0:
+            dkv_constants = constants("bwd_dkv")
+            slots = _slots(k, dkv_constants["BLOCK_K"], num_sequences)
+            _attention_bwd_dkv_kernel[(slots, num_heads)](
+                dout,
+                q,
+                k,
+                v,
+                lse,
+                delta,
+                dk,
+                dv,
+                *lengths,
+                q.shape[0],
+                k.shape[0],
+                num_heads,
+                *steps,
+                *_steps(dk),
+                *scalars,
+                **dkv_constants,
+            )
