@@ -3,8 +3,7 @@
 
 #include <ATen/ATen.h>
 
-#include <cmath>
-
+#include "common/dropout.h"
 #include "cpu/kernels.h"
 
 namespace fastbert {
@@ -34,15 +33,6 @@ inline at::Tensor float_vector(const std::optional<at::Tensor>& t, int64_t size,
 
 inline const float* data_or_null(const at::Tensor& t) {
   return t.defined() ? t.const_data_ptr<float>() : nullptr;
-}
-
-// The threshold and the scale of docs/dropout.md.
-inline uint32_t dropout_threshold(double p) {
-  return static_cast<uint32_t>(std::floor(p * 65536.0 + 0.5));
-}
-
-inline float dropout_scale(uint32_t threshold) {
-  return threshold >= kKeepNone ? 0.0f : static_cast<float>(65536.0 / (65536.0 - threshold));
 }
 
 inline DropoutStream stream_of(const at::Tensor& rng_state, uint32_t threshold, int64_t site) {

@@ -86,52 +86,87 @@ __device__ __forceinline__ void store_chunk(T* row, int64_t column, int64_t colu
   }
 }
 
-// A vector of parameters, read in whatever dtype it has: it lies in cache, and the branch is one
-// for the whole grid.
+// The same of memory whose dtype is known at run time: vectors of parameters lie in cache, and the
+// branch is one for the whole grid. `offset` is that of the row.
+template <bool kWide>
+__device__ __forceinline__ void load_any(const void* data, Dtype dtype, int64_t offset,
+                                         int64_t column, int64_t columns, float (&v)[kChunk]) {
+  switch (dtype) {
+    case Dtype::kFloat:
+      return load_chunk<kWide>(static_cast<const float*>(data) + offset, column, columns, v);
+    case Dtype::kBFloat16:
+      return load_chunk<kWide>(static_cast<const bf16*>(data) + offset, column, columns, v);
+    case Dtype::kHalf:
+      return load_chunk<kWide>(static_cast<const fp16*>(data) + offset, column, columns, v);
+  }
+}
+
+template <bool kWide>
+__device__ __forceinline__ void store_any(void* data, Dtype dtype, int64_t offset, int64_t column,
+                                          int64_t columns, const float (&v)[kChunk]) {
+  switch (dtype) {
+    case Dtype::kFloat:
+      return store_chunk<kWide>(static_cast<float*>(data) + offset, column, columns, v);
+    case Dtype::kBFloat16:
+      return store_chunk<kWide>(static_cast<bf16*>(data) + offset, column, columns, v);
+    case Dtype::kHalf:
+      return store_chunk<kWide>(static_cast<fp16*>(data) + offset, column, columns, v);
+  }
+}
+
 template <bool kWide>
 __device__ __forceinline__ void load_vector(const ConstVector& vector, int64_t column,
                                             int64_t columns, float (&v)[kChunk]) {
-  switch (vector.dtype) {
-    case Dtype::kFloat:
-      return load_chunk<kWide>(static_cast<const float*>(vector.data), column, columns, v);
-    case Dtype::kBFloat16:
-      return load_chunk<kWide>(static_cast<const bf16*>(vector.data), column, columns, v);
-    case Dtype::kHalf:
-      return load_chunk<kWide>(static_cast<const fp16*>(vector.data), column, columns, v);
-  }
+  load_any<kWide>(vector.data, vector.dtype, 0, column, columns, v);
+}
+
+__device__ __forceinline__ void add_to(float (&sums)[kChunk], const float (&v)[kChunk]) {
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) sums[i] += v[i];
 }
 
 // --- sums
 // -----------------------------------------------------------------------------------------
 
-__device__ __forceinline__ int lane_of(int thread) { return thread % 32; }
+struct Sum {
+  static __device__ __forceinline__ float of(float a, float b) { return a + b; }
+};
 
-__device__ __forceinline__ float warp_sum(float x) {
+struct Max {
+  static __device__ __forceinline__ float of(float a, float b) { return fmaxf(a, b); }
+};
+
+template <typename Combine>
+__device__ __forceinline__ float reduce_warp(float x) {
 #pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(kWholeWarp, x, lanes);
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    x = Combine::of(x, __shfl_xor_sync(kWholeWarp, x, lanes));
+  }
   return x;
 }
 
-// Sums over the threads that hold a row, kWarps warps: a part of the block's first `kWarps`, or,
-// with one, any warp. All of them get the sums.
-template <int kWarps, int kSums>
-__device__ __forceinline__ void sum_over_row(float (&x)[kSums]) {
+// Over the threads that hold a row: any one warp, or all kWarps of the block. Each of them gets the
+// result, combined in the same order in every run.
+template <int kWarps, typename Combine, int kValues>
+__device__ __forceinline__ void reduce_row(float (&x)[kValues]) {
 #pragma unroll
-  for (int i = 0; i < kSums; ++i) x[i] = warp_sum(x[i]);
+  for (int i = 0; i < kValues; ++i) x[i] = reduce_warp<Combine>(x[i]);
   if constexpr (kWarps > 1) {
-    FASTBERT_SHARED(float, of_warps, kWarps* kSums);
-    __syncthreads();  // the sums before these have been read
+    FASTBERT_SHARED(float, of_warps, kWarps* kValues);
     const int thread = static_cast<int>(threadIdx.x);
-    if (lane_of(thread) == 0) {
+    __syncthreads();  // what a call before this one left has been read
+    if (thread % 32 == 0) {
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) of_warps[thread / 32 * kSums + i] = x[i];
+      for (int i = 0; i < kValues; ++i) of_warps[thread / 32 * kValues + i] = x[i];
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) {
-      x[i] = 0.0f;
+    for (int i = 0; i < kValues; ++i) {
+      x[i] = of_warps[i];
 #pragma unroll
-      for (int warp = 0; warp < kWarps; ++warp) x[i] += of_warps[warp * kSums + i];
+      for (int warp = 1; warp < kWarps; ++warp) {
+        x[i] = Combine::of(x[i], of_warps[warp * kValues + i]);
+      }
     }
   }
 }

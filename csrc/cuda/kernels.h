@@ -38,4 +38,172 @@ struct Dropout {
   float scale;
 };
 
+// Gradients of vectors are sums over rows, in two stages and in one order for every run and every
+// GPU: parts of consecutive rows, in fp32 (parts, columns), then the parts. No atomics.
+struct Parts {
+  int64_t rows;   // of one part
+  int64_t count;  // the last may have fewer rows
+};
+
+inline Parts parts_of(int64_t rows, int64_t step, int64_t most) {
+  const auto ceil = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t part_rows = step * ceil(rows > 0 ? rows : 1, step * most);
+  return {part_rows, ceil(rows, part_rows)};
+}
+
+// Vector v of `vectors` is the sum over the parts of partial[v], (parts, columns); 0 without parts.
+struct SumParts {
+  const float* partial;  // (vectors, parts, columns)
+  int64_t parts, columns;
+  int vectors;
+  Vector out[3];
+};
+void launch_sum_parts(const SumParts& a, Stream stream);
+
+// --- bias_gelu: letters R rows, F columns ---
+
+struct BiasGelu {
+  Dtype dtype;  // of x, dy and what is written
+  bool erf;     // exact, else by tanh
+  bool wide;    // rows are whole chunks of eight columns on 16-byte boundaries
+  int64_t rows, columns;
+  const void* x;     // (R, F)
+  ConstVector bias;  // (F,)
+  void* out;         // (R, F): y, or dx
+  const void* dy;    // (R, F), in backward
+  float* partial;    // (parts, F), in backward; null where no bias gradient is wanted
+  Parts parts;       // in backward
+};
+constexpr int64_t kBiasGeluMostParts = 512;
+void launch_bias_gelu_fwd(const BiasGelu& a, Stream stream);
+void launch_bias_gelu_bwd(const BiasGelu& a, Stream stream);
+
+// --- add_layer_norm: letters T rows, C columns ---
+
+constexpr int64_t kMaxColumns = 8192;  // of a row that a block's threads hold
+constexpr int64_t kLayerNormMostParts = 512;
+constexpr int64_t kLayerNormPartStep = 4;  // rows a block has in hand
+
+struct AddLayerNorm {
+  Dtype x_dtype, sum_dtype, y_dtype;
+  bool wide;
+  int64_t rows, columns;
+  float eps;
+  Dropout dropout;
+  const void* x;            // x_dtype (T, C)
+  ConstVector linear_bias;  // (C,)
+  const void* residual;     // sum_dtype (T, C), or null
+  ConstVector weight, bias;
+  void* y;             // y_dtype (T, C)
+  void* h;             // sum_dtype (T, C), or null
+  float *mean, *rstd;  // (T,)
+};
+void launch_add_layer_norm_fwd(const AddLayerNorm& a, Stream stream);
+
+struct AddLayerNormGrad {
+  Dtype x_dtype, sum_dtype, y_dtype;
+  bool wide;
+  int64_t rows, columns;
+  Dropout dropout;
+  const void* dy;  // y_dtype (T, C)
+  const void* dh;  // sum_dtype (T, C), or null
+  const void* h;   // sum_dtype (T, C)
+  ConstVector weight;
+  const float *mean, *rstd;  // (T,)
+  void* dx;                  // x_dtype (T, C), or null
+  void* dresidual;           // sum_dtype (T, C)
+  float* partial;            // (3, parts, C): of weight, bias and, where wanted, linear_bias
+  bool has_linear_bias;
+  Parts parts;
+};
+void launch_add_layer_norm_bwd(const AddLayerNormGrad& a, Stream stream);
+
+// --- embed_layer_norm: letters T rows, C columns, V rows of a table ---
+
+struct Ids {
+  const void* data;  // (T,), int64 or int32
+  bool is_int64;
+};
+
+struct Table {
+  const void* data;  // (V, C)
+  int64_t rows;
+};
+
+struct EmbedLayerNorm {
+  Dtype dtype, y_dtype;  // of the tables and h; of y
+  bool wide;
+  int64_t rows, columns;
+  float eps;
+  Dropout dropout;
+  Ids ids[3];       // words, token types, positions; no data for words that are given as rows
+  Table tables[3];  // words may be (T, C), a row of their own each
+  ConstVector weight, bias;
+  int64_t* flag;       // set where an id lies outside its table; null where they have been checked
+  void *y, *h;         // (T, C)
+  float *mean, *rstd;  // (T,)
+};
+void launch_embed_layer_norm_fwd(const EmbedLayerNorm& a, Stream stream);
+
+struct EmbedLayerNormGrad {
+  Dtype dtype, y_dtype;
+  bool wide;
+  int64_t rows, columns;
+  Dropout dropout;
+  const void *dy, *h;  // (T, C)
+  ConstVector weight;
+  const float *mean, *rstd;  // (T,)
+  void* dh;                  // dtype (T, C)
+  float* wide_dh;            // (T, C), the same unrounded; null where dh itself is fp32
+  float* partial;            // (2, parts, C): of weight and bias
+  Parts parts;
+};
+void launch_embed_layer_norm_bwd(const EmbedLayerNormGrad& a, Stream stream);
+
+// The gradient of a table: rows of dh summed by id, in the order of the rows.
+struct TableGradient {
+  bool wide;
+  int64_t rows, columns;
+  const float* dh;            // (T, C)
+  const int64_t* sorted_ids;  // (T,), rising
+  const int64_t* order;       // (T,), the rows they come from
+  int64_t skipped;            // id without a gradient, or -1
+  Vector table;               // (V, C), zeros
+};
+void launch_table_gradient(const TableGradient& a, Stream stream);
+
+// The same of a table of a few rows, as parts to be summed.
+constexpr int64_t kFewRows = 8;
+struct SmallTableGradient {
+  bool wide;
+  int64_t rows, columns, table_rows;
+  const float* dh;  // (T, C)
+  Ids ids;
+  int64_t skipped;
+  float* partial;  // (parts, V, C)
+  Parts parts;
+};
+void launch_small_table_gradient(const SmallTableGradient& a, Stream stream);
+
+// --- mlm_cross_entropy: letters P rows, V vocabulary ---
+
+constexpr int64_t kLogitsMostParts = 64;
+struct CrossEntropy {
+  Dtype dtype;
+  int64_t rows, vocabulary;
+  int64_t stride;         // elements from row to row, a multiple of eight
+  void* logits;           // (P, V), on 16-byte boundaries; backward puts their gradient there
+  const int64_t* labels;  // (P,)
+  int64_t ignore_index;
+  float label_smoothing, z_loss;
+  float *loss, *lse;         // (P,), written by forward
+  const float* forward_lse;  // (P,), in backward
+  int64_t* flag;             // in forward: set where a label lies outside the vocabulary, or null
+  const float* dloss;        // (P,), in backward
+  float* partial;            // (parts, V), in backward: sums of the gradient over rows, or null
+  Parts parts;               // in backward
+};
+void launch_cross_entropy_fwd(const CrossEntropy& a, Stream stream);
+void launch_cross_entropy_bwd(const CrossEntropy& a, Stream stream);
+
 }  // namespace fastbert

@@ -293,5 +293,3 @@ inline int __all_sync(uint32_t mask, int predicate,
                       fastbert::cuda_on_cpu::Site site = fastbert::cuda_on_cpu::Site::here()) {
   return fastbert::cuda_on_cpu::vote("__all_sync", mask, predicate != 0, site) == mask;
 }
-
-inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }

@@ -18,7 +18,7 @@ constexpr int kThreads = 64;
 
 __global__ void block_sum(const float* x, float* y) {
   float sum[1] = {x[threadIdx.x]};
-  sum_over_row<2>(sum);
+  reduce_row<2, Sum>(sum);
   y[threadIdx.x] = sum[0];
 }
 

@@ -1,0 +1,141 @@
+// GELU(x + bias) and its gradients. Letters: R rows, F columns.
+//
+// A thread keeps to eight columns and goes down the rows, so that their bias is read once.
+#include "cuda/common.cuh"
+
+namespace fastbert {
+namespace {
+
+constexpr int kLanes = 32, kSlices = 8;
+constexpr int kBlockColumns = kLanes * kChunk;
+constexpr int kRowsOfSlice = 4;  // in forward
+constexpr int64_t kMostBlocksDown = 65535;
+
+// (1 + tanh z) / 2 and its complement, each accurate where it is small.
+struct TanhHalves {
+  float value, complement;
+
+  explicit __device__ __forceinline__ TanhHalves(float u) {
+    const float z = 0.7978845608028654f * (u + 0.044715f * u * u * u);
+    const float e = expf(-2.0f * fabsf(z));
+    const float large = 1.0f / (1.0f + e), small = e * large;
+    value = z < 0.0f ? small : large;
+    complement = z < 0.0f ? large : small;
+  }
+};
+
+template <bool kErf>
+__device__ __forceinline__ float gelu(float u) {
+  if constexpr (kErf) return 0.5f * u * (1.0f + erff(u * 0.7071067811865476f));
+  return u * TanhHalves(u).value;
+}
+
+template <bool kErf>
+__device__ __forceinline__ float gelu_gradient(float u) {
+  if constexpr (kErf) {
+    const float cdf = 0.5f * (1.0f + erff(u * 0.7071067811865476f));
+    return cdf + u * 0.3989422804014327f * expf(-0.5f * u * u);
+  }
+  const TanhHalves s(u);
+  const float dz = 0.7978845608028654f * (1.0f + 3.0f * 0.044715f * u * u);
+  return s.value + u * 2.0f * s.value * s.complement * dz;
+}
+
+__device__ __forceinline__ int64_t thread_column() {
+  return (static_cast<int64_t>(blockIdx.x) * kLanes + threadIdx.x) * kChunk;
+}
+
+template <bool kWide>
+__device__ __forceinline__ void load_bias(const BiasGelu& a, int64_t column,
+                                          float (&bias)[kChunk]) {
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) bias[i] = 0.0f;
+  if (a.bias.data != nullptr) load_vector<kWide>(a.bias, column, a.columns, bias);
+}
+
+template <typename T, bool kErf, bool kWide>
+__global__ void __launch_bounds__(kLanes* kSlices) bias_gelu_fwd_kernel(const BiasGelu a) {
+  const int64_t column = thread_column();
+  const int64_t slice = static_cast<int64_t>(blockIdx.y) * kSlices + threadIdx.y;
+  float bias[kChunk];
+  load_bias<kWide>(a, column, bias);
+  for (int64_t first = slice * kRowsOfSlice; first < a.rows;
+       first += static_cast<int64_t>(gridDim.y) * kSlices * kRowsOfSlice) {
+#pragma unroll
+    for (int r = 0; r < kRowsOfSlice; ++r) {
+      const int64_t row = first + r;
+      if (row >= a.rows) return;
+      float v[kChunk];
+      load_chunk<kWide>(static_cast<const T*>(a.x) + row * a.columns, column, a.columns, v);
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) v[i] = gelu<kErf>(v[i] + bias[i]);
+      store_chunk<kWide>(static_cast<T*>(a.out) + row * a.columns, column, a.columns, v);
+    }
+  }
+}
+
+// Each slice of threads is a part of its own.
+template <typename T, bool kErf, bool kWide>
+__global__ void __launch_bounds__(kLanes* kSlices) bias_gelu_bwd_kernel(const BiasGelu a) {
+  const int64_t column = thread_column();
+  const int64_t part = static_cast<int64_t>(blockIdx.y) * kSlices + threadIdx.y;
+  const int64_t last = (part + 1) * a.parts.rows;
+  const int64_t end = last < a.rows ? last : a.rows;
+  float bias[kChunk];
+  load_bias<kWide>(a, column, bias);
+  float sums[kChunk] = {};
+#pragma unroll 2
+  for (int64_t row = part * a.parts.rows; row < end; ++row) {
+    float v[kChunk], dy[kChunk];
+    load_chunk<kWide>(static_cast<const T*>(a.x) + row * a.columns, column, a.columns, v);
+    load_chunk<kWide>(static_cast<const T*>(a.dy) + row * a.columns, column, a.columns, dy);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) v[i] = dy[i] * gelu_gradient<kErf>(v[i] + bias[i]);
+    store_chunk<kWide>(static_cast<T*>(a.out) + row * a.columns, column, a.columns, v);
+    add_to(sums, v);
+  }
+  if (a.partial != nullptr && part < a.parts.count) {
+    store_chunk<kWide>(a.partial + part * a.columns, column, a.columns, sums);
+  }
+}
+
+// Calls f with a number of the type, and the two switches as std::bool_constant.
+template <typename F>
+void with_variant(const BiasGelu& a, F f) {
+  const auto with_type = [&](auto number) {
+    const auto with_form = [&](auto erf) {
+      if (a.wide) return f(number, erf, std::true_type());
+      f(number, erf, std::false_type());
+    };
+    if (a.erf) return with_form(std::true_type());
+    with_form(std::false_type());
+  };
+  if (a.dtype == Dtype::kFloat) return with_type(float());
+  if (a.dtype == Dtype::kBFloat16) return with_type(bf16());
+  with_type(fp16());
+}
+
+dim3 grid_of(const BiasGelu& a, int64_t down) {
+  return dim3(static_cast<unsigned>(ceil_div(a.columns, kBlockColumns)),
+              static_cast<unsigned>(down < kMostBlocksDown ? down : kMostBlocksDown));
+}
+
+}  // namespace
+
+void launch_bias_gelu_fwd(const BiasGelu& a, Stream stream) {
+  const dim3 grid = grid_of(a, ceil_div(a.rows, kSlices * kRowsOfSlice));
+  with_variant(a, [&](auto number, auto erf, auto wide) {
+    launch(bias_gelu_fwd_kernel<decltype(number), decltype(erf)::value, decltype(wide)::value>,
+           grid, dim3(kLanes, kSlices), 0, stream, a);
+  });
+}
+
+void launch_bias_gelu_bwd(const BiasGelu& a, Stream stream) {
+  const dim3 grid = grid_of(a, ceil_div(a.parts.count, kSlices));
+  with_variant(a, [&](auto number, auto erf, auto wide) {
+    launch(bias_gelu_bwd_kernel<decltype(number), decltype(erf)::value, decltype(wide)::value>,
+           grid, dim3(kLanes, kSlices), 0, stream, a);
+  });
+}
+
+}  // namespace fastbert
