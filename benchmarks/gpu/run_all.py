@@ -45,7 +45,7 @@ TOTAL = 480
 
 def lay_out(folder: Path) -> None:
     """The package as an installation lays it out, kernels inside: nothing has to be installed."""
-    ignore = shutil.ignore_patterns("__pycache__", "*.so", "_C.json")
+    ignore = shutil.ignore_patterns("__pycache__", "*.so", "_C*.json")
     shutil.copytree(ROOT / "fastbert", folder / "fastbert", ignore=ignore)
     shutil.copytree(ROOT / "kernels", folder / "fastbert" / "kernels", ignore=ignore)
 

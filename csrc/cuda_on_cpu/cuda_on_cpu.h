@@ -61,7 +61,7 @@ struct Site {
 void run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& thread);
 
 // The order in which fibers go on and blocks run: 0 by their numbers, any other number seeds a
-// random one. Returns the seed before.
+// random one; FASTBERT_EMULATION_SEED is the first. Returns the seed before.
 uint64_t set_schedule(uint64_t seed);
 
 void block_barrier(Site site);

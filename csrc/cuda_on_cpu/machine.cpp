@@ -119,6 +119,11 @@ struct Allocation {
   std::string name;
 };
 
+uint64_t seed_of_environment() {
+  const char* seed = std::getenv("FASTBERT_EMULATION_SEED");
+  return seed == nullptr ? 0 : std::strtoull(seed, nullptr, 10);
+}
+
 class Machine {
  public:
   void run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& thread);
@@ -134,7 +139,7 @@ class Machine {
   bool running() const { return current_ != nullptr; }
 
   std::mutex one_launch;
-  uint64_t seed = 0;
+  uint64_t seed = seed_of_environment();
 
  private:
   void run_block(dim3 block);

@@ -95,7 +95,8 @@ add_layer_norm_fwd = dispatch.register_op(
     reference=_fwd_with_mask,
     triton="fastbert.kernels.add_layer_norm:add_layer_norm_fwd",
     cpu=True,
-    not_supported={"cpu": _fwd_kernel_reasons, "triton": _fwd_kernel_reasons},
+    cuda=True,
+    not_supported=dict.fromkeys(("cpu", "triton", "cuda"), _fwd_kernel_reasons),
 )
 add_layer_norm_bwd = dispatch.register_op(
     "add_layer_norm_bwd",
@@ -107,7 +108,8 @@ add_layer_norm_bwd = dispatch.register_op(
     reference=_bwd_with_mask,
     triton="fastbert.kernels.add_layer_norm:add_layer_norm_bwd",
     cpu=True,
-    not_supported={"cpu": _bwd_kernel_reasons, "triton": _bwd_kernel_reasons},
+    cuda=True,
+    not_supported=dict.fromkeys(("cpu", "triton", "cuda"), _bwd_kernel_reasons),
 )
 
 

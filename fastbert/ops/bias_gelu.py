@@ -32,7 +32,8 @@ bias_gelu_fwd = dispatch.register_op(
     reference=bias_gelu_fwd_reference,
     triton="fastbert.kernels.bias_gelu:bias_gelu_fwd",
     cpu=True,
-    not_supported={"cpu": _kernel_reasons, "triton": _kernel_reasons},
+    cuda=True,
+    not_supported=dict.fromkeys(("cpu", "triton", "cuda"), _kernel_reasons),
 )
 bias_gelu_bwd = dispatch.register_op(
     "bias_gelu_bwd",
@@ -42,7 +43,8 @@ bias_gelu_bwd = dispatch.register_op(
     reference=bias_gelu_bwd_reference,
     triton="fastbert.kernels.bias_gelu:bias_gelu_bwd",
     cpu=True,
-    not_supported={"cpu": _kernel_reasons, "triton": _kernel_reasons},
+    cuda=True,
+    not_supported=dict.fromkeys(("cpu", "triton", "cuda"), _kernel_reasons),
 )
 
 

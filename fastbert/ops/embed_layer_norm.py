@@ -106,11 +106,12 @@ def _bwd_with_mask(*args):
 def _fwd_triton(*args):
     from fastbert.kernels.embed_layer_norm import embed_layer_norm_fwd
 
-    token_type_ids = args[1]
-    flag = None
-    if index_flags.must_not_wait(token_type_ids):
-        flag = index_flags.flag_of(token_type_ids.device)
-    return embed_layer_norm_fwd(*args, flag)
+    return embed_layer_norm_fwd(*args, *_flag(*args))
+
+
+def _flag(input_ids, token_type_ids, *_) -> tuple[torch.Tensor | None]:
+    """What kernels set where an id is outside its table, where nobody has looked at them."""
+    return (index_flags.flag_for(token_type_ids),)
 
 
 def _fwd_kernel_reasons(*args) -> list[str]:
@@ -137,7 +138,9 @@ embed_layer_norm_fwd = dispatch.register_op(
     reference=_fwd_with_mask,
     triton="fastbert.ops.embed_layer_norm:_fwd_triton",
     cpu=True,
-    not_supported={"cpu": _fwd_kernel_reasons, "triton": _fwd_kernel_reasons},
+    cuda=True,
+    cuda_extra=("Tensor? flag", _flag),
+    not_supported=dict.fromkeys(("cpu", "triton", "cuda"), _fwd_kernel_reasons),
 )
 embed_layer_norm_bwd = dispatch.register_op(
     "embed_layer_norm_bwd",
@@ -151,7 +154,8 @@ embed_layer_norm_bwd = dispatch.register_op(
     reference=_bwd_with_mask,
     triton="fastbert.kernels.embed_layer_norm:embed_layer_norm_bwd",
     cpu=True,
-    not_supported={"cpu": _bwd_kernel_reasons, "triton": _bwd_kernel_reasons},
+    cuda=True,
+    not_supported=dict.fromkeys(("cpu", "triton", "cuda"), _bwd_kernel_reasons),
 )
 
 

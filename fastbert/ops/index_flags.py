@@ -23,6 +23,11 @@ def flag_of(device: torch.device) -> torch.Tensor:
     return _flags[device]
 
 
+def flag_for(ids: torch.Tensor) -> torch.Tensor | None:
+    """The flag of the ids' device for a kernel to set; None where they have been checked."""
+    return flag_of(ids.device) if must_not_wait(ids) else None
+
+
 def clamped(ids: torch.Tensor, rows: int) -> torch.Tensor:
     """`ids` within [0, rows), the device's flag set where one was not."""
     flag = flag_of(ids.device)

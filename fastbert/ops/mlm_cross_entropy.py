@@ -15,6 +15,9 @@ from fastbert.reference.mlm_cross_entropy import (
 )
 from fastbert.reference.precision import accumulation_dtype
 
+MAX_LOGITS = 1 << 26
+"""Logits the CUDA kernels keep at a time; more rows are taken in chunks."""
+
 
 def _fwd_fake(hidden, weight, bias, labels, ignore_index, label_smoothing, z_loss):
     loss = hidden.new_empty(hidden.shape[0], dtype=accumulation_dtype(hidden.dtype))
@@ -91,6 +94,14 @@ def _bwd_triton(*args):
     return _bwd_checked(*args, implementation=mlm_cross_entropy_bwd)
 
 
+def _fwd_cuda_extra(hidden, *_) -> tuple:
+    return index_flags.flag_for(hidden), MAX_LOGITS
+
+
+def _bwd_cuda_extra(*_) -> tuple:
+    return (MAX_LOGITS,)
+
+
 def _fwd_kernel_reasons(hidden, weight, *_) -> list[str]:
     return dtype_reasons(hidden=hidden, weight=weight)
 
@@ -109,7 +120,9 @@ mlm_cross_entropy_fwd = dispatch.register_op(
     reference=_fwd_checked,
     triton="fastbert.ops.mlm_cross_entropy:_fwd_triton",
     cpu=True,
-    not_supported={"cpu": _fwd_kernel_reasons, "triton": _fwd_kernel_reasons},
+    cuda=True,
+    cuda_extra=("Tensor? flag, int max_logits", _fwd_cuda_extra),
+    not_supported=dict.fromkeys(("cpu", "triton", "cuda"), _fwd_kernel_reasons),
 )
 mlm_cross_entropy_bwd = dispatch.register_op(
     "mlm_cross_entropy_bwd",
@@ -121,7 +134,9 @@ mlm_cross_entropy_bwd = dispatch.register_op(
     reference=_bwd_checked,
     triton="fastbert.ops.mlm_cross_entropy:_bwd_triton",
     cpu=True,
-    not_supported={"cpu": _bwd_kernel_reasons, "triton": _bwd_kernel_reasons},
+    cuda=True,
+    cuda_extra=("int max_logits", _bwd_cuda_extra),
+    not_supported=dict.fromkeys(("cpu", "triton", "cuda"), _bwd_kernel_reasons),
 )
 
 

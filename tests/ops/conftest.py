@@ -21,7 +21,8 @@ def _implementations(room: str) -> list[str]:
     op = next(op for op in OPS.values() if op.room == room)
     found = []
     for backend in BACKENDS:
-        if not op.has(backend):
+        # The tensors are a CPU's: the CUDA kernels run here emulated or not at all.
+        if not op.has(backend) or backend == "cuda":
             continue
         isas = extension.CPU_ISAS if room in MATMUL_OPS else ELEMENTWISE_ISAS
         found += [f"cpu:{isa}" for isa in isas] if backend == "cpu" else [backend]
