@@ -4,7 +4,8 @@
 
 Each fault is a replacement in one file and the tests that must fail for it. A fault whose text is
 no longer found is an error too: it has to follow the code. Faults in C++ are compiled, up to three
-minutes each, and come last: the build of one is only mended by the next.
+minutes each, and come last: the build of one is only mended by the next. Those in CUDA sources must
+be noticed by the emulated kernels alone.
 """
 
 import os
@@ -264,7 +265,146 @@ FAULTS = {
         "for (int64_t part = 2; part < parts; ++part)",
         "tests/ops/test_bias_gelu.py",
     ),
+    "CUDA: barrier before the sums of warps are read": (
+        "csrc/cuda/common.cuh",
+        "of_warps[thread / 32 * kValues + i] = x[i];\n    }\n    __syncthreads();\n",
+        "of_warps[thread / 32 * kValues + i] = x[i];\n    }\n",
+        "tests/ops/test_mlm_cross_entropy.py",
+    ),
+    "CUDA: barrier after the sums of warps were read": (
+        "csrc/cuda/common.cuh",
+        "    __syncthreads();  // what a call before this one left has been read\n",
+        "",
+        "tests/ops/test_mlm_cross_entropy.py",
+    ),
+    "CUDA: lanes left out of a sum": (
+        "csrc/cuda/common.cuh",
+        "for (int lanes = 16; lanes > 0; lanes /= 2)",
+        "for (int lanes = 8; lanes > 0; lanes /= 2)",
+        "tests/ops/test_add_layer_norm.py",
+    ),
+    "CUDA: columns that are not there": (
+        "csrc/cuda/common.cuh",
+        "if (column + i < columns) row[column + i] = from_float<T>(v[i]);",
+        "if (column + i <= columns) row[column + i] = from_float<T>(v[i]);",
+        "tests/ops/test_add_layer_norm.py",
+    ),
+    "CUDA: halves of a word swapped": (
+        "csrc/cuda/common.cuh",
+        "keeps(stream, words.word[i / 2], i % 2)",
+        "keeps(stream, words.word[i / 2], 1 - i % 2)",
+        "tests/ops/test_add_layer_norm.py",
+    ),
+    "CUDA: dropped elements multiplied": (
+        "csrc/cuda/common.cuh",
+        "? v[i] * scale : 0.0f;",
+        "? v[i] * scale : v[i] * 0.0f;",
+        "tests/ops/test_add_layer_norm.py",
+    ),
+    "CUDA: columns beyond the row in its variance": (
+        "csrc/cuda/layer_norm.cuh",
+        "v[c][i] = Layout::inside(c, i, columns) ? v[c][i] - mean : 0.0f;",
+        "v[c][i] = v[c][i] - mean;",
+        "tests/ops/test_add_layer_norm.py",
+    ),
+    "CUDA: barrier before parts are read": (
+        "csrc/cuda/layer_norm.cuh",
+        "sums[c][6], sums[c][7]}};\n    }\n    __syncthreads();\n",
+        "sums[c][6], sums[c][7]}};\n    }\n",
+        "tests/ops/test_add_layer_norm.py",
+    ),
+    "CUDA: barrier after parts were read": (
+        "csrc/cuda/layer_norm.cuh",
+        "    __syncthreads();  // the vector before this one has been read\n",
+        "",
+        "tests/ops/test_add_layer_norm.py",
+    ),
+    "CUDA: slope left out of the gradient of a norm": (
+        "csrc/cuda/layer_norm.cuh",
+        "rstd * (g[c][i] - mean_of_g - normal[c][i] * slope)",
+        "rstd * (g[c][i] - mean_of_g)",
+        "tests/ops/test_add_layer_norm.py",
+    ),
+    "CUDA: gradient of the sum forgotten": (
+        "csrc/cuda/add_layer_norm.cu",
+        "        add_to(g[c], dh);\n",
+        "",
+        "tests/ops/test_add_layer_norm.py",
+    ),
+    "CUDA: mask of backward another": (
+        "csrc/cuda/add_layer_norm.cu",
+        "first_call + column / kChunk, g[c]);",
+        "first_call + 1 + column / kChunk, g[c]);",
+        "tests/ops/test_add_layer_norm.py",
+    ),
+    "CUDA: threads that leave a block early": (
+        "csrc/cuda/sum_parts.cu",
+        "  of_slices[slice",
+        "  if (a.parts <= slice) return;\n  of_slices[slice",
+        "tests/ops/test_bias_gelu.py",
+    ),
+    "CUDA: barrier of the slices": (
+        "csrc/cuda/sum_parts.cu",
+        "  __syncthreads();\n",
+        "",
+        "tests/ops/test_bias_gelu.py",
+    ),
+    "CUDA: last part forgotten": (
+        "csrc/cuda/sum_parts.cu",
+        "part < a.parts; part += kSlices",
+        "part < a.parts - 1; part += kSlices",
+        "tests/ops/test_bias_gelu.py",
+    ),
+    "CUDA: bias left out of the gradient": (
+        "csrc/cuda/bias_gelu.cu",
+        "dy[i] * gelu_gradient<kErf>(v[i] + bias[i])",
+        "dy[i] * gelu_gradient<kErf>(v[i])",
+        "tests/ops/test_bias_gelu.py",
+    ),
+    "CUDA: one slice of an id forgotten": (
+        "csrc/cuda/embed_layer_norm.cu",
+        "for (int other = 1; other < kSlices; ++other) {",
+        "for (int other = 2; other < kSlices; ++other) {",
+        "tests/ops/test_embed_layer_norm.py",
+    ),
+    "CUDA: barrier of an id's slices": (
+        "csrc/cuda/embed_layer_norm.cu",
+        "  __syncthreads();\n",
+        "",
+        "tests/ops/test_embed_layer_norm.py",
+    ),
+    "CUDA: padding id gets a gradient": (
+        "csrc/cuda/embed_layer_norm.cu",
+        "slot == within && slot != a.skipped ? v[i] : 0.0f",
+        "slot == within ? v[i] : 0.0f",
+        "tests/ops/test_embed_layer_norm.py",
+    ),
+    "CUDA: rescale of the running sum": (
+        "csrc/cuda/mlm_cross_entropy.cu",
+        "    s.exponentials *= expf(s.peak - base);\n",
+        "",
+        "tests/ops/test_mlm_cross_entropy.py",
+    ),
+    "CUDA: words behind the vocabulary": (
+        "csrc/cuda/mlm_cross_entropy.cu",
+        "    if (column + i >= a.vocabulary) z[i] = minus_infinity();\n",
+        "",
+        "tests/ops/test_mlm_cross_entropy.py",
+    ),
+    "CUDA: smoothing left out of the gradient": (
+        "csrc/cuda/mlm_cross_entropy.cu",
+        "expf(z[i] - lse) - of_every - ",
+        "expf(z[i] - lse) - ",
+        "tests/ops/test_mlm_cross_entropy.py",
+    ),
+    "CUDA: label left out of the gradient": (
+        "csrc/cuda/mlm_cross_entropy.cu",
+        "(column + i == label ? of_label : 0.0f)",
+        "0.0f",
+        "tests/ops/test_mlm_cross_entropy.py",
+    ),
 }
+CUDA_TESTS = "tests/kernels/test_cuda_emulated.py"
 COPIED = (
     "fastbert",
     "kernels",
@@ -299,11 +439,23 @@ def run_tests(folder: Path, *tests: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def build(folder: Path) -> None:
-    """Compiles what has changed in the copy."""
+def is_cuda(file: str) -> bool:
+    return file.startswith("csrc/cuda")
+
+
+def build(folder: Path, file: str) -> None:
+    """Compiles what has changed in the copy, of the part that `file` belongs to."""
+    part = "cuda_emulated" if is_cuda(file) else "cpu"
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    environment = {**os.environ, "FASTBERT_BUILD": "cpu"}
+    command += ["--build-temp", f"build/{part}"]
+    environment = {**os.environ, "FASTBERT_BUILD": part}
     subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True)
+
+
+def tests_of(name: str) -> tuple[str, ...]:
+    """What pytest is told to run for a fault."""
+    file, _, _, tests = FAULTS[name]
+    return (tests, CUDA_TESTS, "-k", "cuda_emulated") if is_cuda(file) else (tests,)
 
 
 def bite(folder: Path, name: str) -> str | None:
@@ -315,8 +467,8 @@ def bite(folder: Path, name: str) -> str | None:
         return f"the text of this fault stands {source.count(right)} times in {file}"
     path.write_text(source.replace(right, wrong))
     if file.startswith("csrc"):
-        build(folder)
-    run = run_tests(folder, tests)
+        build(folder, file)
+    run = run_tests(folder, *tests_of(name))
     path.write_text(source)
     if run.returncode == 0:
         return f"{tests} passed"
@@ -325,13 +477,21 @@ def bite(folder: Path, name: str) -> str | None:
     return None
 
 
+def order(name: str) -> tuple[bool, bool]:
+    """Python first, then C++, then CUDA."""
+    file = FAULTS[name][0]
+    return file.startswith("csrc"), is_cuda(file)
+
+
 def main() -> int:
-    names = sorted(sys.argv[1:] or FAULTS, key=lambda name: FAULTS[name][0].startswith("csrc"))
+    names = sorted(sys.argv[1:] or FAULTS, key=order)
     unnoticed = 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         copy_source(folder)
-        whole = run_tests(folder, *sorted({FAULTS[name][3] for name in names}))
+        if any(is_cuda(FAULTS[name][0]) for name in names):
+            build(folder, "csrc/cuda")
+        whole = run_tests(folder, *sorted({FAULTS[name][3] for name in names} | {CUDA_TESTS}))
         if whole.returncode != 0:
             print(f"the suite fails without a fault:\n{whole.stdout[-2000:]}")
             return 1

@@ -370,7 +370,7 @@ Instruction = tuple[int, str, str]
 """Address, opcode, operands."""
 
 
-def _cuobjdump(cubin: bytes, option: str) -> str:
+def cuobjdump(cubin: bytes, option: str) -> str:
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -389,7 +389,7 @@ def machine_code(cubin: bytes) -> list[Instruction]:
     )
     return [
         (int(address, 16), opcode, operands)
-        for address, opcode, operands in pattern.findall(_cuobjdump(cubin, "-sass"))
+        for address, opcode, operands in pattern.findall(cuobjdump(cubin, "-sass"))
     ]
 
 
@@ -400,7 +400,7 @@ def code_count(code: list[Instruction], opcode: str) -> int:
 
 def resource_usage(cubin: bytes) -> int:
     """Registers a thread."""
-    text = _cuobjdump(cubin, "-res-usage")
+    text = cuobjdump(cubin, "-res-usage")
     found = re.search(r"REG:(\d+)", text)
     if found is None:
         raise RuntimeError(f"cuobjdump gave no resource usage:\n{text}")

@@ -1,0 +1,90 @@
+"""The report on CUDA C++ kernels sees what is wrong, and the binding compiles for CUDA tensors."""
+
+import importlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from torch.utils.cpp_extension import include_paths
+
+ROOT = Path(__file__).resolve().parents[2]
+FINE = {
+    "kernel": "k<fp32, RowLayout<1, 2, true> >",
+    "target": 90,
+    "registers": 96,
+    "spills": 0,
+    "shared_bytes": 0,
+    "warps": 20,
+    "wide_loads": 2,
+}
+SPILLS = """
+__global__ void k(float* x) {
+  float v[400];
+#pragma unroll
+  for (int i = 0; i < 400; ++i) v[i] = x[i * 32 + threadIdx.x];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 400; ++i) x[(399 - i) * 32 + threadIdx.x] = v[i] * v[(i * 7) % 400];
+}
+"""
+
+
+@pytest.fixture
+def report(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "gpu"))
+    return importlib.import_module("cuda_report")
+
+
+@pytest.fixture
+def nvcc():
+    path = shutil.which("nvcc")
+    if path is None:
+        pytest.skip("no nvcc")
+    return Path(path).resolve()
+
+
+@pytest.mark.parametrize("change", [{"spills": 8}, {"warps": 7}, {"wide_loads": 0}], ids=str)
+def test_report_finds_a_fault(report, change):
+    assert report.faults(FINE) == []
+    assert len(report.faults({**FINE, **change})) == 1
+    if "wide_loads" in change:
+        assert report.faults({**FINE, **change, "kernel": "k<true, false>"}) == []
+
+
+def test_report_reads_machine_code(report, nvcc, tmp_path):
+    source = tmp_path / "spills.cu"
+    source.write_text(SPILLS)
+    (row,) = report.compile_file(source, 90)
+    assert row["kernel"] == "k"
+    assert row["registers"] == 255
+    assert row["spills"] > 0
+    source.write_text("__global__ void k() { int unused = 1; }")
+    with pytest.raises(RuntimeError, match="unused"):
+        report.compile_file(source, 90)
+
+
+def test_sums_compile_within_their_limits(nvcc):
+    """The whole report is a stage of .ci/run; here the shortest file."""
+    command = ["benchmarks/gpu/cuda_report.py", "--check", "--only", "sum_parts"]
+    run = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("sum_parts_kernel") == 3
+
+
+def test_binding_compiles_for_cuda_tensors(nvcc, tmp_path):
+    """Against this torch's headers; what a torch without CUDA lacks of them is made up."""
+    macros = tmp_path / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h"
+    macros.parent.mkdir(parents=True)
+    macros.write_text("#pragma once\n")
+    toolkit = nvcc.parents[1] / "include"
+    if not (toolkit / "cuda_runtime_api.h").is_file():
+        pytest.skip("nvcc without its headers")
+    folders = [ROOT / "csrc", *include_paths(), sysconfig.get_paths()["include"], toolkit, tmp_path]
+    command = ["c++", "-std=c++20", "-fsyntax-only", *(f"-I{folder}" for folder in folders)]
+    source = ROOT / "csrc" / "register_cuda.cpp"
+    run = subprocess.run([*command, str(source)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
