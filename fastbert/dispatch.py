@@ -463,13 +463,14 @@ def describe() -> list[dict]:
                     "device": kind,
                     "chosen": chosen,
                     "rejected": {b: r for b, r in reasons.items() if r},
-                    "proven": {b: _proven(op, b) for b in BACKENDS if op.has(b)},
+                    "proven": {
+                        b: _proven(b) for b in BACKENDS if op.has(b) and b != "cuda_emulated"
+                    },
                 }
             )
     return rows
 
 
-def _proven(op: Op, backend: str) -> str:
+def _proven(backend: str) -> str:
     """Where the implementation has run: docs/gpu_results.md records the runs on hardware."""
-    elsewhere = {"triton": "interpreter", "cuda": "emulation", "cuda_emulated": "emulation"}
-    return elsewhere.get(backend, "hardware")
+    return {"triton": "interpreter", "cuda": "emulation"}.get(backend, "hardware")

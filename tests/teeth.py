@@ -207,8 +207,8 @@ FAULTS = {
     ),
     "Triton bias gradient reads one row too few": (
         "kernels/bias_gelu.py",
-        "tl.minimum(part * ROWS + ROWS, num_rows)",
-        "tl.minimum(part * ROWS + ROWS - 1, num_rows)",
+        "tl.minimum(part * part_rows + part_rows, num_rows)",
+        "tl.minimum(part * part_rows + part_rows - 1, num_rows)",
         "tests/ops/test_bias_gelu.py",
     ),
     "Triton halves swapped": (
