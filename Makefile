@@ -25,7 +25,9 @@ test: .venv/.installed build/models/.installed
 test-full: .venv/.installed build/models/.installed build/older-triton/.installed
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile tests
 	PYTHONPATH=build/older-triton $(PY) benchmarks/gpu/kernel_report.py --check
+	$(MAKE) test-emulated
 	$(PY) tests/teeth.py
+	$(PY) benchmarks/gpu/cuda_report.py --check --targets all
 	$(MAKE) sanitize
 
 # The CUDA kernels, compiled for the CPU with every wait and shared access checked, through the tests

@@ -13,7 +13,6 @@ __global__ void __launch_bounds__(Layout::kThreads)
   const int64_t row = static_cast<int64_t>(blockIdx.x) * Layout::kRows + Layout::row_of_block();
   if (row >= a.rows) return;  // whole warps that meet no others
   const X* x = static_cast<const X*>(a.x) + row * a.columns;
-  const S* residual = static_cast<const S*>(a.residual) + row * a.columns;
   const DropoutStream stream = stream_of(a.dropout);
   const int64_t first_call = row * ceil_div(a.columns, kChunk);
   float v[Layout::kChunks][kChunk];
@@ -30,6 +29,7 @@ __global__ void __launch_bounds__(Layout::kThreads)
       drop_chunk(stream, a.dropout.scale, first_call + column / kChunk, v[c]);
     }
     if (a.residual != nullptr) {
+      const S* residual = static_cast<const S*>(a.residual) + row * a.columns;
       load_chunk<Layout::kWide>(residual, column, a.columns, other);
       add_to(v[c], other);
     }
@@ -40,16 +40,16 @@ __global__ void __launch_bounds__(Layout::kThreads)
   }
   float mean, rstd;
   normalise<Layout>(v, a.columns, a.eps, mean, rstd);
+  if (Layout::column(0) == 0) {
+    a.mean[row] = mean;
+    a.rstd[row] = rstd;
+  }
   Y* y = static_cast<Y*>(a.y) + row * a.columns;
 #pragma unroll
   for (int c = 0; c < Layout::kChunks; ++c) {
     const int column = Layout::column(c);
     scale_and_shift<Layout::kWide>(a.weight, a.bias, column, a.columns, v[c]);
     store_chunk<Layout::kWide>(y, column, a.columns, v[c]);
-  }
-  if (Layout::column(0) == 0) {
-    a.mean[row] = mean;
-    a.rstd[row] = rstd;
   }
 }
 
