@@ -7,8 +7,10 @@
 namespace fastbert {
 namespace {
 
+// Room for 512 threads on an SM is promised: without, ptxas keeps to a budget of its own for more
+// of them and spills (sm_100).
 template <typename X, typename S, typename Y, typename Layout>
-__global__ void __launch_bounds__(Layout::kThreads)
+__global__ void __launch_bounds__(Layout::kThreads, 512 / Layout::kThreads)
     add_layer_norm_fwd_kernel(const AddLayerNorm a) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * Layout::kRows + Layout::row_of_block();
   if (row >= a.rows) return;  // whole warps that meet no others
