@@ -206,4 +206,34 @@ struct CrossEntropy {
 void launch_cross_entropy_fwd(const CrossEntropy& a, Stream stream);
 void launch_cross_entropy_bwd(const CrossEntropy& a, Stream stream);
 
+// --- attention: letters Tq query rows, Tk key rows, N heads, D head dim, B sequences ---
+
+constexpr int kMaxHeadDim = 128;
+constexpr int kNoBound = 1 << 30;  // of a window
+
+// One of the (rows, N, D) tensors, whose last dim is contiguous.
+struct Heads {
+  void* data;
+  int64_t row_step, head_step;  // in elements
+};
+
+struct Attention {
+  Dtype dtype;
+  bool wide;  // rows of all tensors are whole 16-byte pieces on 16-byte boundaries
+  int64_t rows_q, rows_k;
+  int heads, head_dim, sequences;
+  float softmax_scale;
+  int left, right;  // how far a query sees, kNoBound for everything
+  Dropout dropout;
+  const int32_t *cu_seqlens_q, *cu_seqlens_k;  // (B + 1,)
+  Heads q, k, v;                               // read
+  Heads out;                                   // (Tq, N, D), written by forward, read by backward
+  float* lse;                                  // (N, Tq), written by forward, read by backward
+  Heads dout;                                  // read by backward
+  Heads dq, dk, dv;                            // written by backward
+  float* delta;  // (N, Tq), between the kernels of backward: row sums of out * dout
+};
+void launch_attention_fwd(const Attention& a, Stream stream);
+void launch_attention_bwd(const Attention& a, Stream stream);
+
 }  // namespace fastbert

@@ -247,6 +247,8 @@ inline bf16 from_float<bf16>(float x) {
 
 // --- what CUDA declares in the global namespace ---
 
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+
 inline void __syncthreads(fastbert::cuda_on_cpu::Site site = fastbert::cuda_on_cpu::Site::here()) {
   fastbert::cuda_on_cpu::block_barrier(site);
 }

@@ -20,7 +20,7 @@ from fastbert.reference.precision import accumulation_dtype
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MAX_HEAD_DIM = 128
-"""Largest head the Triton kernel holds in registers."""
+"""Largest head the Triton and CUDA kernels hold in registers."""
 
 
 def _fwd_fake(
@@ -124,19 +124,19 @@ def _kernel_reasons(*args) -> list[str]:
     return dtype_reasons(**{f"argument {i}": t for i, t in enumerate(tensors)})
 
 
-def _triton_reasons(*args) -> list[str]:
+def _gpu_reasons(*args) -> list[str]:
     heads = next(a for a in args[:2] if isinstance(a, torch.Tensor) and a.dim() == 3)
     return _kernel_reasons(*args) + _head_dim_reasons(heads.shape[-1])
 
 
-def _packed_qkv_triton_reasons(dout, qkv, num_heads, *args) -> list[str]:
+def _packed_qkv_gpu_reasons(dout, qkv, num_heads, *args) -> list[str]:
     return _kernel_reasons(dout, qkv) + _head_dim_reasons(qkv.shape[-1] // (3 * num_heads))
 
 
 def _head_dim_reasons(head_dim: int) -> list[str]:
     if 0 < head_dim <= MAX_HEAD_DIM:
         return []
-    return [f"the head dim is {head_dim}, the Triton kernel takes 1 to {MAX_HEAD_DIM}"]
+    return [f"the head dim is {head_dim}, the kernel takes 1 to {MAX_HEAD_DIM}"]
 
 
 _OPTIONS = (
@@ -151,7 +151,8 @@ attention_fwd = dispatch.register_op(
     reference=_fwd_with_mask,
     triton="fastbert.kernels.attention:attention_fwd",
     cpu=True,
-    not_supported={"cpu": _kernel_reasons, "triton": _triton_reasons},
+    cuda=True,
+    not_supported={"cpu": _kernel_reasons, "triton": _gpu_reasons, "cuda": _gpu_reasons},
 )
 attention_bwd = dispatch.register_op(
     "attention_bwd",
@@ -162,7 +163,8 @@ attention_bwd = dispatch.register_op(
     reference=_bwd_with_mask,
     triton="fastbert.kernels.attention:attention_bwd",
     cpu=True,
-    not_supported={"cpu": _kernel_reasons, "triton": _triton_reasons},
+    cuda=True,
+    not_supported={"cpu": _kernel_reasons, "triton": _gpu_reasons, "cuda": _gpu_reasons},
 )
 attention_packed_qkv_bwd = dispatch.register_op(
     "attention_packed_qkv_bwd",
@@ -174,7 +176,12 @@ attention_packed_qkv_bwd = dispatch.register_op(
     reference=_packed_qkv_bwd_composed,
     triton="fastbert.kernels.attention:attention_packed_qkv_bwd",
     cpu=True,
-    not_supported={"cpu": _kernel_reasons, "triton": _packed_qkv_triton_reasons},
+    cuda=True,
+    not_supported={
+        "cpu": _kernel_reasons,
+        "triton": _packed_qkv_gpu_reasons,
+        "cuda": _packed_qkv_gpu_reasons,
+    },
 )
 
 

@@ -1,0 +1,7 @@
+#include "cuda/attention_bwd.cuh"
+
+namespace fastbert {
+
+template void launch_attention_bwd_of<float>(const Attention& a, Stream stream);
+
+}  // namespace fastbert

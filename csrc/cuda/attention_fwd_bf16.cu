@@ -1,0 +1,7 @@
+#include "cuda/attention_fwd.cuh"
+
+namespace fastbert {
+
+template void launch_attention_fwd_of<bf16>(const Attention& a, Stream stream);
+
+}  // namespace fastbert
