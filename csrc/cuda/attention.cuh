@@ -16,6 +16,11 @@ namespace fastbert {
 constexpr int kWarpRows = 16;
 constexpr int kOwnRows = 64;
 constexpr int kThreads = kOwnRows / kWarpRows * 32;
+// Blocks that a multiprocessor is to hold at a time: with more, registers would be spilled.
+template <typename T>
+constexpr int resident_blocks(int dim) {
+  return dim <= (std::is_same_v<T, float> ? 32 : 64) ? 3 : 2;
+}
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
@@ -255,7 +260,7 @@ class OwnRows<float, kDim, kKept> {
   __device__ __forceinline__ Scores times(const Tile<float, kDim>& tile, int first) const {
     const int g = lane_of() / 4, t = lane_of() % 4;
     Scores s{};
-#pragma unroll 2
+#pragma unroll 1
     for (int piece = 0; piece < Tile<float, kDim>::kPieces; ++piece) {
       Pack<float> own[2];
 #pragma unroll
@@ -307,21 +312,24 @@ template <int kDim>
 __device__ __forceinline__ void add_product(float (&sums)[kDim / 8][4], const Scores& s,
                                             const Tile<float, kDim>& tile, int first) {
   const int t = lane_of() % 4;
+#pragma unroll 1  // loads of later rows would cost registers
+  for (int holder = 0; holder < 4; ++holder) {
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const int holder = lane_of() / 4 * 4 + i % 8 / 2;
-    float own[2];
+    for (int i = 0; i < 4; ++i) {
+      const int lane = lane_of() / 4 * 4 + holder, row = first + i / 2 * 8 + 2 * holder + i % 2;
+      float own[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      own[h] = __shfl_sync(kWholeWarp, s.score[i / 8][2 * h + i % 2], holder);
-    }
+      for (int h = 0; h < 2; ++h) {
+        own[h] = __shfl_sync(kWholeWarp, s.score[i / 2][2 * h + i % 2], lane);
+      }
 #pragma unroll
-    for (int j = 0; j < kDim / 8; ++j) {
-      const Shared<float> at = tile.at(first + i, 2 * j + t / 2) + t % 2 * 2;
-      const Two<float> other = *shared_cast<Two<float>>(at);
+      for (int j = 0; j < kDim / 8; ++j) {
+        const Shared<float> at = tile.at(row, 2 * j + t / 2) + t % 2 * 2;
+        const Two<float> other = *shared_cast<Two<float>>(at);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        sums[j][k] = fmaf(own[k / 2], other.element[k % 2], sums[j][k]);
+        for (int k = 0; k < 4; ++k) {
+          sums[j][k] = fmaf(own[k / 2], other.element[k % 2], sums[j][k]);
+        }
       }
     }
   }

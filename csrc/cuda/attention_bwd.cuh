@@ -54,7 +54,8 @@ __device__ __forceinline__ float delta_of(const HeadRows<const T>& out,
 }
 
 template <typename T, int kDim>
-__global__ void __launch_bounds__(kThreads) attention_bwd_dq_kernel(const Attention a) {
+__global__ void __launch_bounds__(kThreads, resident_blocks<T>(kDim))
+    attention_bwd_dq_kernel(const Attention a) {
   using Tiles = BackwardTiles<T, kDim>;
   constexpr int kKeys = Tiles::kOthers;
   const Block own = find_block(a.cu_seqlens_q, a.sequences, a.rows_q);
@@ -136,7 +137,8 @@ __global__ void __launch_bounds__(kThreads) attention_bwd_dq_kernel(const Attent
 
 // Scores here have keys as rows, so that they are what the sums over queries multiply.
 template <typename T, int kDim>
-__global__ void __launch_bounds__(kThreads) attention_bwd_dkv_kernel(const Attention a) {
+__global__ void __launch_bounds__(kThreads, resident_blocks<T>(kDim))
+    attention_bwd_dkv_kernel(const Attention a) {
   using Tiles = BackwardTiles<T, kDim>;
   constexpr int kQueries = Tiles::kOthers;
   const Block own = find_block(a.cu_seqlens_k, a.sequences, a.rows_k);

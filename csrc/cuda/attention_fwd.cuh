@@ -81,7 +81,8 @@ __device__ __forceinline__ void hide_unseen(const Attention& a, int first_query,
 }
 
 template <typename T, int kDim>
-__global__ void __launch_bounds__(kThreads) attention_fwd_kernel(const Attention a) {
+__global__ void __launch_bounds__(kThreads, resident_blocks<T>(kDim))
+    attention_fwd_kernel(const Attention a) {
   using Tiles = ForwardTiles<T, kDim>;
   constexpr int kKeys = Tiles::kKeys, kPieces = kKeys / kWarpRows;
   const Block own = find_block(a.cu_seqlens_q, a.sequences, a.rows_q);
