@@ -16,13 +16,14 @@ namespace fastbert {
 constexpr int kWarpRows = 16;
 constexpr int kOwnRows = 64;
 constexpr int kThreads = kOwnRows / kWarpRows * 32;
-// Blocks that a multiprocessor is to hold at a time: with more, registers would be spilled.
-template <typename T>
-constexpr int resident_blocks(int dim) {
-  return dim <= (std::is_same_v<T, float> ? 32 : 64) ? 3 : 2;
-}
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
+
+// Blocks that a multiprocessor is to hold at a time; with more, registers would be spilled.
+template <typename T>
+constexpr int resident_blocks(int dim) {
+  return dim <= 64 && !std::is_same_v<T, float> ? 3 : 2;
+}
 
 // score[j][2h + e] is that of row g + 8h and column 8j + 2t + e.
 struct Scores {
@@ -190,7 +191,7 @@ __device__ __forceinline__ void write_rows(const Tile<T, kDim>& tile,
     }
   }
   __syncwarp();
-#pragma unroll
+#pragma unroll 2
   for (int i = 0; i < kWarpRows * Piece::kPieces / 32; ++i) {
     const int index = lane_of() + 32 * i;
     const int row = own + index / Piece::kPieces, piece = index % Piece::kPieces;
@@ -313,23 +314,22 @@ __device__ __forceinline__ void add_product(float (&sums)[kDim / 8][4], const Sc
                                             const Tile<float, kDim>& tile, int first) {
   const int t = lane_of() % 4;
 #pragma unroll 1  // loads of later rows would cost registers
-  for (int holder = 0; holder < 4; ++holder) {
+  for (int i = 0; i < 16; ++i) {
+    const int holder = lane_of() / 4 * 4 + i % 8 / 2;
+    float own[2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int lane = lane_of() / 4 * 4 + holder, row = first + i / 2 * 8 + 2 * holder + i % 2;
-      float own[2];
+    for (int h = 0; h < 2; ++h) {
+      const float even = i < 8 ? s.score[0][2 * h] : s.score[1][2 * h];
+      const float odd = i < 8 ? s.score[0][2 * h + 1] : s.score[1][2 * h + 1];
+      own[h] = __shfl_sync(kWholeWarp, i % 2 == 0 ? even : odd, holder);
+    }
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        own[h] = __shfl_sync(kWholeWarp, s.score[i / 2][2 * h + i % 2], lane);
-      }
+    for (int j = 0; j < kDim / 8; ++j) {
+      const Shared<float> at = tile.at(first + i, 2 * j + t / 2) + t % 2 * 2;
+      const Two<float> other = *shared_cast<Two<float>>(at);
 #pragma unroll
-      for (int j = 0; j < kDim / 8; ++j) {
-        const Shared<float> at = tile.at(row, 2 * j + t / 2) + t % 2 * 2;
-        const Two<float> other = *shared_cast<Two<float>>(at);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          sums[j][k] = fmaf(own[k / 2], other.element[k % 2], sums[j][k]);
-        }
+      for (int k = 0; k < 4; ++k) {
+        sums[j][k] = fmaf(own[k / 2], other.element[k % 2], sums[j][k]);
       }
     }
   }

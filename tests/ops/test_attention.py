@@ -6,9 +6,11 @@ import math
 import pytest
 import torch
 
+from fastbert.dispatch import BACKENDS, OPS, not_supported_reasons, use_backend
 from fastbert.ops.attention import (
     MAX_HEAD_DIM,
     attention,
+    attention_bwd,
     attention_fwd,
     attention_packed_qkv,
 )
@@ -279,6 +281,28 @@ def test_attention_empty(backend):
     out, lse = attention(q, q, q, starts, starts, max_seqlen_q=0, max_seqlen_k=0)
     out.sum().backward()
     assert (out.shape, lse.shape, q.grad.shape) == ((0, 2, 8), (2, 0), (0, 2, 8))
+
+
+def test_attention_cross_backend():
+    """Any forward may meet any backward: what forward saves is one contract."""
+    cpu = torch.device("cpu")
+    backends = [b for b in BACKENDS if not not_supported_reasons(OPS["attention_fwd"], b, cpu, ())]
+    assert backends[0] == "reference"
+    starts = (cu_seqlens([5, 0, 33]), cu_seqlens([4, 0, 70]))
+    options = (*starts, 33, 70, 0.25, [40, 20], 0.2, 8, RNG)
+    tensors = inputs([5, 0, 33], [4, 0, 70], 2, 16, idle=1).values()
+    dout = torch.randn(39, 2, 16)
+    results = []
+    for forward in backends:
+        with use_backend(attention=forward):
+            out, lse = attention_fwd(*tensors, *options)
+        for backward in backends:
+            with use_backend(attention=backward):
+                gradients = attention_bwd(dout, *tensors, out, lse, *options)
+            results.append((out, lse, *gradients))
+    for result in results[1:]:
+        for actual, expected in zip(result, results[0], strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=5e-6)
 
 
 def test_attention_long_sequence_in_tiles(monkeypatch):

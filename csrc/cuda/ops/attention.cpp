@@ -29,6 +29,8 @@ at::Tensor with_contiguous_heads(const at::Tensor& t) {
 at::Tensor starts_of(const at::Tensor& cu_seqlens, const char* name) {
   TORCH_CHECK_TYPE(cu_seqlens.scalar_type() == at::kInt, kOp, ": ", name, " must be int32, got ",
                    cu_seqlens.scalar_type(), "; call .int() on it");
+  TORCH_CHECK_VALUE(cu_seqlens.numel() > 0, kOp, ": ", name,
+                    " must have shape (B + 1,), got (0,); without sequences it is [0]");
   return cu_seqlens.contiguous();
 }
 
