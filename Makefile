@@ -35,7 +35,7 @@ test-full: .venv/.installed build/models/.installed build/older-triton/.installe
 test-emulated: emulated
 	for seed in 0 1 2; do \
 		OMP_NUM_THREADS=1 FASTBERT_EMULATION_SEED=$$seed $(PY) -m pytest -q -n $(WORKERS) --dist loadfile \
-			-m "not slow" -k cuda_emulated tests/ops || exit 1; \
+			-m "not slow" -k cuda_emulated tests/ops tests/kernels || exit 1; \
 	done
 
 emulated: .venv/.emulated

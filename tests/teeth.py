@@ -465,8 +465,8 @@ FAULTS = {
     ),
     "CUDA: rows read before they are written": (
         "csrc/cuda/attention.cuh",
-        "  __syncwarp();\n#pragma unroll 2\n",
-        "#pragma unroll 2\n",
+        "  __syncwarp();\n#pragma unroll\n  for (int i = 0; i < kWarpRows",
+        "#pragma unroll\n  for (int i = 0; i < kWarpRows",
         "tests/kernels/test_cuda_emulated_attention.py",
     ),
     "CUDA: matrices loaded as they lie": (

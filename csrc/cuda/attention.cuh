@@ -19,6 +19,9 @@ constexpr int kThreads = kOwnRows / kWarpRows * 32;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
+// Shared memory that a block may have on every GPU from sm_80 on.
+constexpr size_t kMostShared = 99 << 10;
+
 // Blocks that a multiprocessor is to hold at a time; with more, registers would be spilled.
 template <typename T>
 constexpr int resident_blocks(int dim) {
@@ -191,7 +194,7 @@ __device__ __forceinline__ void write_rows(const Tile<T, kDim>& tile,
     }
   }
   __syncwarp();
-#pragma unroll 2
+#pragma unroll
   for (int i = 0; i < kWarpRows * Piece::kPieces / 32; ++i) {
     const int index = lane_of() + 32 * i;
     const int row = own + index / Piece::kPieces, piece = index % Piece::kPieces;

@@ -14,6 +14,7 @@ struct BackwardTiles {
   static constexpr size_t kElements = (2 * kOwnRows + 2 * 2 * kOthers) * kDim;
   static constexpr size_t kBytes = kElements * sizeof(T);
   static constexpr size_t kStatisticsBytes = 2 * 2 * kOthers * sizeof(float);
+  static_assert(kBytes + kStatisticsBytes <= kMostShared);
 
   Shared<T> data = dynamic_shared<T>();
 

@@ -9,6 +9,7 @@ template <typename T, int kDim>
 struct ForwardTiles {
   static constexpr int kKeys = std::is_same_v<T, float> ? 32 : 64;
   static constexpr size_t kBytes = (kOwnRows + 2 * 2 * kKeys) * kDim * sizeof(T);
+  static_assert(kBytes <= kMostShared);
 
   Shared<T> data = dynamic_shared<T>();
 

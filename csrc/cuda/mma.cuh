@@ -8,6 +8,8 @@
 //   c: columns 2t and 2t + 1 of row g, then of row g + 8
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/common.cuh"
 
 namespace fastbert {
