@@ -221,6 +221,7 @@ BUILDABLE = [part for part in ASKED_FOR if part not in LEFT_OUT]
 setup(
     packages=PACKAGES,
     package_dir=PACKAGE_DIR,
+    package_data={"fastbert.train": ["configs/*.yaml"]},
     ext_modules=[PARTS[part]() for part in BUILDABLE],
     cmdclass={
         "build_py": BuildPython,

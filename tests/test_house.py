@@ -64,8 +64,12 @@ ARROWS = {
     },
     "fastbert.capture": set(),
     "fastbert.graphed_forward": {"fastbert.capture", "fastbert.padding"},
+    "fastbert.optim": {"fastbert.optim"},
     "fastbert.train": {
+        "fastbert",
         "fastbert.capture",
+        "fastbert.data",
+        "fastbert.optim",
         "fastbert.ops",
         "fastbert.padding",
         "fastbert.train",

@@ -1,0 +1,108 @@
+"""`fastbert pretrain`, `export` and `plot`: parse arguments, call the library, print."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def pretrain(context: typer.Context) -> None:
+    """Pretrain BERT: `fastbert pretrain CONFIG [--output RUN --optimizer.lr 1e-4 ...]`.
+
+    CONFIG is a YAML file or one of the names that --help lists.
+    """
+    try:
+        import pydantic  # noqa: F401
+        import rich  # noqa: F401
+        import tyro
+        import yaml  # noqa: F401
+    except ImportError as error:
+        typer.echo(f"Error: {error}; pip install 'fastbert[train]'", err=True)
+        raise typer.Exit(1) from error
+
+    from fastbert.train.checkpoints import CheckpointError
+    from fastbert.train.config import ConfigError, PretrainConfig, read_config, ready_configs
+    from fastbert.train.pretraining import NonFiniteError
+    from fastbert.train.pretraining import pretrain as run
+
+    name, *overrides = context.args or ["--help"]
+    try:
+        # What stands in the file is shown as the defaults of the options.
+        config = PretrainConfig() if name.startswith("-") else read_config(name)
+        config = tyro.cli(
+            PretrainConfig,
+            prog="fastbert pretrain CONFIG",
+            description=f"CONFIG is a YAML file or one of {', '.join(ready_configs())}. Options "
+            "override it.",
+            default=config,
+            args=[name, *overrides] if name.startswith("-") else overrides,
+        )
+        summary = run(config)
+    except (ConfigError, CheckpointError, NonFiniteError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(_told(summary, config.output))
+
+
+def _told(summary, output: str) -> str:
+    lines = [
+        f"{'finished' if summary.finished else 'terminated and saved'} after {summary.steps} steps",
+        f"loss {summary.loss:.4f} in the last step",
+        f"{summary.num_tokens} tokens in {summary.seconds:.0f} s here, "
+        f"{summary.num_tokens / max(summary.seconds, 1e-9):,.0f} a second with all pauses",
+        f"{summary.skipped} steps skipped for gradients that were not finite",
+    ]
+    if summary.heldout is not None:
+        lines.append(
+            f"held out: loss {summary.heldout.loss:.4f}, accuracy {summary.heldout.accuracy:.2%}, "
+            f"perplexity {summary.heldout.perplexity:.2f}"
+        )
+    return "\n".join([*lines, f"in {output}"])
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    output: Annotated[Path, typer.Argument(help="Folder to write.")],
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Such as step-2000; default: the last one.")
+    ] = None,
+) -> None:
+    """Write a run as a folder that transformers' AutoModelForMaskedLM loads."""
+    from fastbert.train.checkpoints import CheckpointError
+    from fastbert.train.exporting import export as write
+
+    try:
+        name = write(run, output, checkpoint)
+    except (ValueError, OSError, CheckpointError) as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(f"{name} of {run} in {output}")
+
+
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="PNG to write.")] = Path(
+        "curves.png"
+    ),
+) -> None:
+    """Draw loss and speed of runs."""
+    from fastbert.train.plotting import plot as draw
+
+    try:
+        draw(runs, output)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(f"{output}")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Registers the commands of a run."""
+    # tyro reads what follows, --help included.
+    app.command(
+        context_settings={
+            "allow_extra_args": True,
+            "ignore_unknown_options": True,
+            "help_option_names": [],
+        }
+    )(pretrain)
+    app.command()(export)
+    app.command()(plot)

@@ -1,0 +1,85 @@
+"""Runs in processes of their own that are killed at a chosen moment."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+
+# What a checkpoint is made durable and visible by.
+OPERATIONS = ("fsync", "rename", "replace")
+# Long enough for any run of a test, so that one that hangs is told from one that ends.
+DEADLINE = 300
+
+
+def run_in_process(
+    target: Callable,
+    *args,
+    kill_before: int | None = None,
+    kill_after: Callable[[], bool] | float | None = None,
+    sign: int = signal.SIGKILL,
+) -> int:
+    """Calls `target` in a fresh process and kills it.
+
+    The processes come from a server that has imported what runs need and nothing else, so each
+    starts in milliseconds and without threads of the caller.
+
+    Args:
+        target: a function of an importable module. args: picklable.
+        kill_before: number, from 0, of the fsync, rename or replace before which the process kills
+            itself.
+        kill_after: seconds, or a condition that is asked again and again, after which it is sent
+            `sign`.
+
+    Returns:
+        The exit code; the negative signal where it died of one.
+
+    Raises:
+        TimeoutError: it did not end.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fastbert.testing.killing_imports"])
+    process = context.Process(target=_run, args=(target, args, kill_before))
+    process.start()
+    if kill_after is not None:
+        _wait(process, kill_after)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, sign)
+    process.join(DEADLINE)
+    if process.exitcode is None:
+        process.kill()
+        raise TimeoutError(f"the run did not end in {DEADLINE} s")
+    return process.exitcode
+
+
+def _wait(process, until: Callable[[], bool] | float) -> None:
+    end = time.monotonic() + (DEADLINE if callable(until) else until)
+    while process.is_alive() and time.monotonic() < end:
+        if callable(until) and until():
+            return
+        time.sleep(0.005)
+
+
+def _run(target: Callable, args: tuple, kill_before: int | None) -> None:
+    if kill_before is not None:
+        _kill_before(kill_before)
+    target(*args)
+
+
+def _kill_before(number: int) -> None:
+    """Replaces the operations by ones that count, and kill instead of the chosen one."""
+    count = 0
+
+    def counting(operation):
+        def counted(*args, **kwargs):
+            nonlocal count
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            count += 1
+            return operation(*args, **kwargs)
+
+        return counted
+
+    for name in OPERATIONS:
+        setattr(os, name, counting(getattr(os, name)))

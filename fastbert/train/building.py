@@ -1,0 +1,108 @@
+"""The parts of a run, made from its settings: model, optimizer, learning rate, loss scaling."""
+
+import torch
+import transformers
+from torch import nn
+
+import fastbert
+from fastbert.optim import LAMB, StableAdamW, decay_groups
+from fastbert.train.config import ConfigError, ModelConfig, OptimizerConfig, PretrainConfig
+
+DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def device_of(config: PretrainConfig) -> torch.device:
+    """The device of this process.
+
+    Raises:
+        ConfigError: a GPU is asked for and there is none.
+    """
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise ConfigError("device cuda: torch sees no GPU; use --device cpu or auto")
+    return torch.device("cuda" if available and config.device != "cpu" else "cpu")
+
+
+def build_model(config: ModelConfig, tokenizer, *, pairs: bool, max_length: int) -> nn.Module:
+    """A masked-LM head, with next-sentence prediction for pairs, in training mode.
+
+    Args:
+        config: sizes, or the checkpoint to begin with.
+        tokenizer: gives the vocabulary.
+        pairs: whether sequences are labelled pairs.
+        max_length: longest sequence of the run.
+
+    Raises:
+        ConfigError: a checkpoint that does not fit the tokenizer or the sequences.
+    """
+    head = fastbert.BertForPreTraining if pairs else fastbert.BertForMaskedLM
+    num_tokens = max(tokenizer.get_vocab().values()) + 1
+    dropouts = {
+        name: getattr(config, name)
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob")
+    }
+    if config.init_from is None:
+        multiple = config.vocab_multiple_of
+        return head(
+            transformers.BertConfig(
+                vocab_size=-(-num_tokens // multiple) * multiple,
+                hidden_size=config.hidden_size,
+                num_hidden_layers=config.num_hidden_layers,
+                num_attention_heads=config.num_attention_heads,
+                intermediate_size=config.intermediate_size,
+                max_position_embeddings=config.max_position_embeddings,
+                hidden_act=config.hidden_act,
+                pad_token_id=tokenizer.pad_token_id,
+                **dropouts,
+            )
+        ).train()
+    model = head.from_pretrained(config.init_from, **dropouts)
+    sizes = {"vocab_size": num_tokens, "max_position_embeddings": max_length}
+    for name, needed in sizes.items():
+        if getattr(model.config, name) < needed:
+            raise ConfigError(
+                f"model.init_from {config.init_from} has {name} {getattr(model.config, name)}, the "
+                f"run needs {needed}; use its own tokenizer and shorter sequences"
+            )
+    return model.float().train()
+
+
+def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that can skip a step on the device.
+
+    Raises:
+        ConfigError: settings it does not accept.
+    """
+    groups = decay_groups(model, config.weight_decay)
+    options = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    try:
+        if config.name == "lamb":
+            return LAMB(groups, **options)
+        if config.name == "stable_adamw":
+            return StableAdamW(groups, **options)
+        return torch.optim.AdamW(groups, **options, fused=True)
+    except ValueError as error:
+        raise ConfigError(f"optimizer: {error}") from error
+
+
+def build_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
+    """Dynamic loss scaling, for fp16."""
+    return torch.amp.GradScaler(device.type) if precision == "fp16" else None
+
+
+def training_flops(config: transformers.BertConfig, lengths, num_labels: int) -> float:
+    """Floating-point operations of forward and backward on real tokens.
+
+    Two for each weight and token in the forward pass, 4 C S² for attention's two products in each
+    layer, the decoder for predicted tokens alone, and twice as much again in the backward pass
+    (Kaplan et al. 2020, section 2.1).
+
+    Args:
+        config: sizes.
+        lengths: `(N,)` tokens of each sequence, as numpy array.
+        num_labels: predicted tokens.
+    """
+    c, f = config.hidden_size, config.intermediate_size
+    layer = 2.0 * (4 * c * c + 2 * c * f) * lengths.sum() + 4.0 * c * (lengths**2).sum()
+    head = 2.0 * (c * c + c * config.vocab_size) * num_labels
+    return 3 * (config.num_hidden_layers * layer + head)

@@ -1,0 +1,402 @@
+"""What a pretraining run is made of: typed settings, read from YAML, all checked before any work.
+
+A file holds only what differs from the defaults below; the command line overrides the file.
+"""
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+READY = Path(__file__).parent / "configs"
+
+
+class ConfigError(ValueError):
+    """Settings that cannot be used, with the remedy."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model, by transformers' names; the vocabulary is the corpus' tokenizer's."""
+
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    max_position_embeddings: int = 512
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    vocab_multiple_of: int = 1
+    """The vocabulary is filled up to a multiple of this; 64 suits GPUs."""
+    init_from: str | None = None
+    """Folder of a transformers checkpoint to begin with; its config then decides all but dropout.
+    """
+
+
+@dataclass(frozen=True)
+class MaskingConfig:
+    """Which tokens are predicted; see `fastbert.data.Masking`."""
+
+    rate: float = 0.15
+    final_rate: float | None = None
+    """Rate at the last step, approached linearly from `rate`."""
+    mask_share: float = 0.8
+    random_share: float = 0.1
+    unit: Literal["token", "word", "span"] = "token"
+    selection: Literal["bernoulli", "rounded"] = "bernoulli"
+    fixed_count: int | None = None
+    """Exactly so many in every batch; the last, smaller batch of a shard is then left out."""
+    span_lengths: Literal["inverse", "geometric"] = "inverse"
+    """ALBERT's law of the lengths or SpanBERT's."""
+    dupe_factor: int | None = None
+    """Static masking with so many sets of masks; unset: new masks in every epoch."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where sequences come from."""
+
+    corpus: str = ""
+    """Folder written by `fastbert data prepare`."""
+    heldout: str | None = None
+    """Another such folder, by the same tokenizer, for evaluation."""
+    sequences: Literal["packed", "next_sentence", "sentence_order"] = "packed"
+    """Full sentences as RoBERTa; pairs as BERT or ALBERT, whose loss is added."""
+    cross_documents: bool = True
+    """Packed sequences go on into the next document."""
+    short_share: float = 0.1
+    """Share of pairs with a shorter target length."""
+    masking: MaskingConfig = field(default_factory=MaskingConfig)
+    labels_per_batch: int | None = None
+    """Room for predicted tokens in a batch; unset: far above what the rate gives."""
+    sequences_per_batch: int | None = None
+    """Room for sequences in a batch; unset: far above what their mean length gives."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Steps with sequences of one length; BERT's recipe has two, a length warm-up more."""
+
+    steps: int = 1_000_000
+    max_length: int = 512
+    tokens_per_step: int = 131_072
+    """Tokens of an optimizer step, of all processes and accumulated batches together."""
+    tokens_per_batch: int = 16_384
+    """Tokens one process computes at a time; must divide `tokens_per_step`."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer; biases and norms never decay."""
+
+    name: Literal["adamw", "lamb", "stable_adamw"] = "adamw"
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-6
+    weight_decay: float = 0.01
+    max_grad_norm: float | None = 1.0
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate: up linearly, then down to `final_share` of it at the last step."""
+
+    kind: Literal["linear", "cosine", "poly", "wsd"] = "linear"
+    warmup_steps: int = 10_000
+    final_share: float = 0.0
+    power: float = 1.0
+    """Of `poly`."""
+    decay_steps: int | None = None
+    """Of `wsd`: the last steps, in which the rate falls linearly."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Held-out loss, accuracy and perplexity of masked tokens."""
+
+    every: int = 10_000
+    batches: int = 50
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is kept in RUN/checkpoints."""
+
+    every: int = 5_000
+    keep: int = 3
+    resume_from: str | None = None
+    """Such as step-2000, instead of the last one; later ones are set aside."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is shown; RUN/metrics.jsonl is always written."""
+
+    progress: bool = True
+    tensorboard: bool = False
+    wandb_project: str | None = None
+    peak_tflops: float | None = None
+    """Of the device in this precision; given, the share of it that is used is shown."""
+
+
+@dataclass(frozen=True)
+class PretrainConfig:
+    """A pretraining run."""
+
+    output: str = ""
+    """Folder of the run; a run that is there is resumed."""
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
+    max_skipped: int = 25
+    """Steps in a row with gradients that are not finite after which the run stops."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    phases: tuple[Phase, ...] = (Phase(),)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def num_steps(self) -> int:
+        """Of all phases."""
+        return sum(phase.steps for phase in self.phases)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as they stand in YAML."""
+        return dataclasses.asdict(self)
+
+
+# Settings that may change between a run and its resumption: they do not touch what is learned.
+FREE = ("output", "checkpoint", "log", "device")
+
+
+def ready_configs() -> list[str]:
+    """Names of the configs that come along."""
+    return sorted(path.stem for path in READY.glob("*.yaml"))
+
+
+def read_config(name: str | Path) -> PretrainConfig:
+    """A YAML file, or a config that comes along by its name.
+
+    Raises:
+        ConfigError: no such file, no YAML, unknown keys, values of a wrong type.
+    """
+    import yaml
+
+    path = READY / f"{name}.yaml" if str(name) in ready_configs() else Path(name)
+    try:
+        data = yaml.safe_load(path.read_text("utf-8")) or {}
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}; give a YAML file or one of "
+            f"{', '.join(ready_configs())}"
+        ) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is no YAML: {error}") from error
+    return config_from(data, str(path))
+
+
+def config_from(data: dict[str, Any], source: str = "config") -> PretrainConfig:
+    """Settings from nested mappings.
+
+    Raises:
+        ConfigError: unknown keys, values of a wrong type, all of them at once.
+    """
+    import pydantic
+
+    if not isinstance(data, dict):
+        raise ConfigError(f"{source} must hold keys and values, got {type(data).__name__}")
+    unknown = _unknown_keys(data, PretrainConfig, "")
+    if unknown:
+        raise ConfigError("\n".join(f"{source}: {line}" for line in unknown))
+    try:
+        return pydantic.TypeAdapter(PretrainConfig).validate_python(data)
+    except pydantic.ValidationError as error:
+        lines = [
+            f"{source}: {'.'.join(str(part) for part in e['loc'])}: {e['msg']}, got {e['input']!r}"
+            for e in error.errors()
+        ]
+        raise ConfigError("\n".join(lines)) from error
+
+
+def _unknown_keys(data: dict, kind: type, where: str) -> list[str]:
+    """A line for each key that `kind` lacks, with the key that was meant."""
+    known = {f.name: f for f in dataclasses.fields(kind)}
+    lines = []
+    for key, value in data.items():
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            meant = f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
+            lines.append(f"unknown key {where}{key}{meant}")
+            continue
+        inner = Phase if key == "phases" else known[key].type
+        if dataclasses.is_dataclass(inner):
+            parts = value if isinstance(value, list) else [value]
+            for part in parts:
+                if isinstance(part, dict):
+                    lines += _unknown_keys(part, inner, f"{where}{key}.")
+    return lines
+
+
+def check(config: PretrainConfig, *, num_ranks: int = 1, has_gpu: bool = False) -> None:
+    """Refuses settings that cannot work together.
+
+    Args:
+        config: of the run.
+        num_ranks: processes.
+        has_gpu: whether the run will use one.
+
+    Raises:
+        ConfigError: every fault that was found, each with the remedy.
+    """
+    faults = [
+        *_faults_of_numbers(config),
+        *_faults_of_phases(config, num_ranks),
+        *_faults_of_data(config.data),
+        *_faults_of_schedule(config),
+    ]
+    model = config.model
+    if model.init_from is None and model.hidden_size % max(model.num_attention_heads, 1):
+        faults.append(
+            f"model.hidden_size {model.hidden_size} must be a multiple of "
+            f"model.num_attention_heads {model.num_attention_heads}"
+        )
+    if config.precision == "tf32" and not has_gpu:
+        faults.append("precision tf32 is of GPUs; use fp32 or bf16 on a CPU")
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def _faults_of_numbers(config: PretrainConfig) -> list[str]:
+    faults = []
+    for name in ("output", "data.corpus"):
+        if not _value(config, name):
+            faults.append(f"{name} is not set; give --{name} FOLDER or set it in the file")
+    for name in (
+        "max_skipped",
+        "evaluation.every",
+        "evaluation.batches",
+        "checkpoint.every",
+        "checkpoint.keep",
+        "model.hidden_size",
+        "model.num_hidden_layers",
+        "model.num_attention_heads",
+        "model.intermediate_size",
+        "model.vocab_multiple_of",
+    ):
+        if _value(config, name) < 1:
+            faults.append(f"{name} must be at least 1, got {_value(config, name)}")
+    for name in ("model.hidden_dropout_prob", "model.attention_probs_dropout_prob"):
+        if not 0 <= _value(config, name) < 1:
+            faults.append(f"{name} must lie in [0, 1), got {_value(config, name)}")
+    if not 0 <= config.seed < 1 << 63:
+        faults.append(f"seed must lie in 0 to 2^63 - 1, got {config.seed}")
+    clip = config.optimizer.max_grad_norm
+    if clip is not None and clip <= 0:
+        faults.append(f"optimizer.max_grad_norm must be above 0, or none, got {clip}")
+    return faults
+
+
+def _faults_of_phases(config: PretrainConfig, num_ranks: int) -> list[str]:
+    faults = [] if config.phases else ["phases is empty; give at least one"]
+    for number, phase in enumerate(config.phases):
+        where = f"phases.{number}"
+        if phase.steps < 1:
+            faults.append(f"{where}.steps must be at least 1, got {phase.steps}")
+        positions = config.model.max_position_embeddings
+        if config.model.init_from is None and phase.max_length > positions:
+            faults.append(
+                f"{where}.max_length {phase.max_length} exceeds model.max_position_embeddings "
+                f"{positions}; raise that or shorten the sequences"
+            )
+        if not 5 <= phase.max_length <= phase.tokens_per_batch:
+            faults.append(
+                f"{where}.max_length must lie in 5 to tokens_per_batch {phase.tokens_per_batch}, "
+                f"got {phase.max_length}"
+            )
+            continue
+        together = phase.tokens_per_batch * num_ranks
+        if phase.tokens_per_step < together or phase.tokens_per_step % together:
+            fitting = max(round(phase.tokens_per_step / together), 1) * together
+            faults.append(
+                f"{where}.tokens_per_step {phase.tokens_per_step} must be a multiple of "
+                f"tokens_per_batch {phase.tokens_per_batch} x {num_ranks} processes; nearest: "
+                f"{fitting}"
+            )
+    return faults
+
+
+def _faults_of_data(data: DataConfig) -> list[str]:
+    faults = []
+    for name in ("labels_per_batch", "sequences_per_batch"):
+        if (value := getattr(data, name)) is not None and value < 1:
+            faults.append(f"data.{name} must be at least 1, got {value}")
+    if not 0 <= data.short_share <= 1:
+        faults.append(f"data.short_share must be between 0 and 1, got {data.short_share}")
+    masking = data.masking
+    if masking.final_rate is not None and masking.fixed_count is not None:
+        faults.append("data.masking: fixed_count leaves no rate; drop it or final_rate")
+    if masking.rate <= 0:
+        faults.append(f"data.masking.rate must be above 0, got {masking.rate}")
+    return faults
+
+
+def _faults_of_schedule(config: PretrainConfig) -> list[str]:
+    schedule, steps = config.schedule, config.num_steps
+    faults = []
+    if not 0 <= schedule.warmup_steps <= steps:
+        faults.append(
+            f"schedule.warmup_steps must lie in 0 to the {steps} steps of all phases, got "
+            f"{schedule.warmup_steps}"
+        )
+    if not 0 <= schedule.final_share <= 1:
+        faults.append(f"schedule.final_share must be between 0 and 1, got {schedule.final_share}")
+    if schedule.power <= 0:
+        faults.append(f"schedule.power must be above 0, got {schedule.power}")
+    if (schedule.kind == "wsd") != (schedule.decay_steps is not None):
+        faults.append("schedule.decay_steps belongs to kind wsd: set both or neither")
+    elif schedule.decay_steps is not None and not (
+        1 <= schedule.decay_steps <= steps - schedule.warmup_steps
+    ):
+        faults.append(
+            f"schedule.decay_steps must lie in 1 to the {steps - schedule.warmup_steps} steps "
+            f"behind the warm-up, got {schedule.decay_steps}"
+        )
+    return faults
+
+
+def _value(config: PretrainConfig, dotted: str):
+    value = config
+    for name in dotted.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Lines for the settings in which two runs differ, but for the free ones.
+
+    Args:
+        old, new: of `PretrainConfig.to_dict`.
+    """
+    before, after = _flat(old), _flat(new)
+    return [
+        f"{key}: {before.get(key)} there, {after.get(key)} now"
+        for key in sorted(before.keys() | after.keys())
+        if key.split(".")[0] not in FREE and before.get(key) != after.get(key)
+    ]
+
+
+def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(data, (list, tuple)) and data and isinstance(data[0], dict):
+        data = dict(enumerate(data))
+    if not isinstance(data, dict):
+        return {prefix: list(data) if isinstance(data, tuple) else data}
+    flat = {}
+    for key, value in data.items():
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat

@@ -1,0 +1,50 @@
+"""From a run to a folder that transformers loads."""
+
+from pathlib import Path
+
+import transformers
+from transformers import AutoTokenizer
+
+import fastbert
+from fastbert.train.checkpoints import CheckpointError, Checkpoints
+from fastbert.train.config import ConfigError, read_config
+
+
+def export(run: str | Path, output: str | Path, checkpoint: str | None = None) -> str:
+    """Writes config, weights (safetensors, fp32) and tokenizer of a checkpoint.
+
+    `transformers.AutoModelForMaskedLM.from_pretrained(output)` then has the run's logits. A run on
+    pairs keeps its next-sentence head, which `BertForPreTraining` reads.
+
+    Args:
+        run: folder of a run.
+        output: folder to write, new or empty.
+        checkpoint: such as step-2000; default: the last one.
+
+    Returns:
+        The checkpoint's name.
+
+    Raises:
+        ConfigError: no run there, or output holds something.
+        CheckpointError: no checkpoint, or a damaged one.
+    """
+    run, output = Path(run), Path(output)
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"{run} is not a run: it has no config.yaml")
+    if output.is_dir() and any(output.iterdir()):
+        raise ConfigError(f"{output} is not empty; choose a new folder")
+    settings = read_config(run / "config.yaml")
+    checkpoints = Checkpoints(run / "checkpoints", settings.checkpoint.keep)
+    names = checkpoints.names()
+    if not names:
+        raise CheckpointError(f"{run} has no checkpoint yet")
+    name = checkpoint or names[-1]
+    pairs = settings.data.sequences != "packed"
+    head = fastbert.BertForPreTraining if pairs else fastbert.BertForMaskedLM
+    model = head(transformers.BertConfig.from_pretrained(run))
+    state = {"model": model.state_dict()}
+    checkpoints.load(name, state)
+    model.load_state_dict(state["model"])
+    model.save_pretrained(output)
+    AutoTokenizer.from_pretrained(run / "tokenizer").save_pretrained(output)
+    return name

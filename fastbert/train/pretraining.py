@@ -1,0 +1,420 @@
+"""Pretraining: the loop.
+
+    RUN/config.yaml                settings
+    RUN/config.json, tokenizer/    of the model
+    RUN/metrics.jsonl              a line a step
+    RUN/checkpoints/               see fastbert.train.checkpoints
+    RUN/nonfinite/                 batches of the steps that stopped a run
+
+A step is a function of the checkpoint before it: what is drawn at random comes from seeds and
+places that the checkpoint holds, so a run that is killed anywhere and started again goes on as if
+it had not been.
+"""
+
+import io
+import random
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import islice, takewhile
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from transformers import AutoTokenizer
+
+from fastbert.data import Corpus
+from fastbert.data.corpus import write_atomically
+from fastbert.train import building
+from fastbert.train.batches import BatchStream, Place, TrainingBatch, prefetched
+from fastbert.train.checkpoints import Checkpoints
+from fastbert.train.config import ConfigError, PretrainConfig, check, differences
+from fastbert.train.evaluation import Evaluation, evaluate
+from fastbert.train.graphed_step import GraphedStep, StepReport
+from fastbert.train.journal import Journal
+from fastbert.train.schedules import factor
+
+
+class NonFiniteError(RuntimeError):
+    """Too many steps in a row whose gradients were not finite."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What became of a run.
+
+    Attributes:
+        steps: done in all. finished: whether these are all; False after SIGTERM.
+        loss: of the last step. skipped: steps of this process that changed nothing.
+        num_tokens, seconds: of this process.
+        heldout: the last evaluation, if there was one.
+    """
+
+    steps: int
+    finished: bool
+    loss: float
+    skipped: int
+    num_tokens: int
+    seconds: float
+    heldout: Evaluation | None
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """What is known of a step before its report is read."""
+
+    step: int
+    lr: float
+    seconds: float
+    batches: list[TrainingBatch]
+
+
+def pretrain(config: PretrainConfig) -> Summary:
+    """Runs, or goes on with, a pretraining.
+
+    Sets torch's, numpy's and Python's global seeds.
+
+    Raises:
+        ConfigError: settings that cannot be used, or that differ from those of the run that is in
+            `config.output`.
+        CheckpointError: a checkpoint that cannot be written or read.
+        NonFiniteError: `max_skipped` steps in a row were skipped.
+    """
+    return Pretraining(config).run()
+
+
+class Pretraining:
+    """A run in this process; `run` does it all."""
+
+    def __init__(self, config: PretrainConfig):
+        self.device = building.device_of(config)
+        check(config, has_gpu=self.device.type == "cuda")
+        self.config, self.folder = config, Path(config.output)
+        _check_same_run(self.folder, config)
+        _seed_everything(config.seed)
+        self.corpus = _open_corpus("data.corpus", config.data.corpus)
+        self.tokenizer = AutoTokenizer.from_pretrained(self.corpus.folder / "tokenizer")
+        self.heldout = self._open_heldout()
+        self.model = building.build_model(
+            config.model,
+            self.tokenizer,
+            pairs=config.data.sequences != "packed",
+            max_length=max(phase.max_length for phase in config.phases),
+        ).to(self.device)
+        if config.precision == "tf32":
+            torch.set_float32_matmul_precision("high")
+        self.optimizer = building.build_optimizer(config.optimizer, self.model)
+        self.scaler = building.build_scaler(config.precision, self.device)
+        self.step = self._graphed_step(_dropout_seed(config.seed, rank=0))
+        # Behind the step, which turns rates into tensors that schedulers then write into.
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, factor(config.schedule, config.num_steps)
+        )
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint.keep)
+        self.place = Place()
+        self.steps_done = self.skipped_in_a_row = 0
+        self._pending: deque[_Pending] = deque()
+        self._recent: deque[_Pending] = deque(maxlen=config.max_skipped)
+        self._skipped, self._num_tokens, self._loss = 0, 0, float("nan")
+        self._terminated = False
+        self._evaluation: Evaluation | None = None
+
+    def run(self) -> Summary:
+        """Trains to the end, or to a SIGTERM."""
+        self._resume()
+        self._write_description()
+        begun = time.perf_counter()
+        with (
+            Journal(
+                self.folder,
+                self.config.log,
+                num_steps=self.config.num_steps,
+                first_step=self.steps_done,
+                settings=self.config.to_dict(),
+            ) as self.journal,
+            self._terminable(),
+        ):
+            end = 0
+            for number, phase in enumerate(self.config.phases):
+                end += phase.steps
+                if self.steps_done < end and not self._terminated:
+                    self._run_phase(number, end)
+        return Summary(
+            self.steps_done,
+            self.steps_done == self.config.num_steps,
+            self._loss,
+            self._skipped,
+            self._num_tokens,
+            time.perf_counter() - begun,
+            self._evaluation,
+        )
+
+    def _run_phase(self, number: int, end: int) -> None:
+        """Trains until `end` steps are done."""
+        if self.place.phase != number:
+            # Other sequences and shapes: a new epoch, and a new step to be captured.
+            self.place = Place(phase=number, epoch=self.place.epoch + 1)
+            state = self.step.state_dict()
+            self.step = self._graphed_step(state["rng_state"])
+            self.step.load_state_dict(state)
+        stream = self._stream(number, self.corpus, self.place)
+        batches = prefetched(iter(stream))
+        while self.steps_done < end and not self._terminated:
+            self._train(islice(batches, stream.accumulation))
+            if self._is_due(self.config.evaluation.every) and self.heldout is not None:
+                self._evaluate(number)
+            if self._is_due(self.config.checkpoint.every) or self._terminated:
+                self._save()
+        batches.close()
+
+    def _train(self, stream: Iterator[TrainingBatch]) -> None:
+        """One optimizer step; on a GPU its report is read in a later one."""
+        begun = time.perf_counter()
+        batches = list(stream)
+        lr = float(self.scheduler.get_last_lr()[0])
+        report = self.step(*(batch.inputs for batch in batches))
+        self.scheduler.step()
+        seconds = time.perf_counter() - begun
+        self._pending.append(_Pending(self.steps_done, lr, seconds, batches))
+        self.steps_done += 1
+        self.place = batches[-1].place
+        if report is not None:
+            self._note(report)
+
+    def _is_due(self, every: int) -> bool:
+        return self.steps_done % every == 0 or self.steps_done == self.config.num_steps
+
+    def _note(self, report: StepReport) -> None:
+        """Records a step, and stops the run if too many in a row were skipped."""
+        pending = self._pending.popleft()
+        self._recent.append(pending)
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if report.skipped else 0
+        self._skipped += report.skipped
+        self._loss = report.loss
+        num_tokens = sum(batch.num_tokens for batch in pending.batches)
+        self._num_tokens += num_tokens
+        values = {
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+            "lr": pending.lr,
+            "skipped": report.skipped,
+            "num_labels": report.num_labels,
+            "num_tokens": num_tokens,
+            "epoch": pending.batches[-1].place.epoch,
+            "padding_share": 1 - num_tokens / sum(b.capacity for b in pending.batches),
+            "tokens_per_second": num_tokens / pending.seconds,
+        }
+        if self.config.log.peak_tflops is not None:
+            flops = sum(
+                building.training_flops(self.model.config, b.lengths, b.num_labels)
+                for b in pending.batches
+            )
+            values["mfu"] = flops / pending.seconds / (self.config.log.peak_tflops * 1e12)
+        self.journal.record(report.step + 1, values)
+        if self.skipped_in_a_row >= self.config.max_skipped:
+            self._give_up()
+
+    def _drain(self) -> None:
+        for report in self.step.drain():
+            self._note(report)
+
+    def _give_up(self) -> None:
+        folder = self.folder / "nonfinite"
+        folder.mkdir(exist_ok=True)
+        for pending in self._recent:
+            batches = [batch.inputs for batch in pending.batches]
+            torch.save(batches, folder / f"step-{pending.step + 1}.pt")
+        raise NonFiniteError(
+            f"{self.skipped_in_a_row} steps in a row up to step {self._recent[-1].step + 1} had "
+            f"gradients that are not finite; their batches are in {folder}. Lower optimizer.lr, "
+            f"lengthen schedule.warmup_steps, or train in bf16 if this is fp16; the checkpoints "
+            f"are {', '.join(self.checkpoints.names()) or 'none yet'}"
+        )
+
+    def _evaluate(self, phase: int) -> None:
+        self._drain()
+        stream = self._stream(phase, self.heldout, Place())
+        first_epoch = takewhile(lambda batch: batch.place.epoch == 0, stream)
+        batches = islice(first_epoch, self.config.evaluation.batches)
+        dtype = building.DTYPES[self.config.precision]
+        self._evaluation = evaluation = evaluate(self.model, batches, dtype)
+        self.journal.record(
+            self.steps_done,
+            {f"heldout_{name}": value for name, value in asdict(evaluation).items()},
+        )
+
+    # --- parts
+
+    def _graphed_step(self, rng_state: torch.Tensor) -> GraphedStep:
+        return GraphedStep(
+            self.model,
+            self.optimizer,
+            max_grad_norm=self.config.optimizer.max_grad_norm,
+            dtype=building.DTYPES[self.config.precision],
+            scaler=self.scaler,
+            rng_state=rng_state.to(self.device),
+            # Reading a report of a GPU at once would wait for it.
+            lag=2 if self.device.type == "cuda" else 0,
+        )
+
+    def _stream(self, phase: int, corpus: Corpus, place: Place) -> BatchStream:
+        return BatchStream(
+            corpus,
+            self.tokenizer,
+            self.config.data,
+            self.config.phases[phase],
+            num_steps=self.config.num_steps,
+            seed=self.config.seed,
+            place=place,
+            first_step=sum(p.steps for p in self.config.phases[:phase]),
+            pin=self.device.type == "cuda",
+        )
+
+    def _open_heldout(self) -> Corpus | None:
+        if self.config.data.heldout is None:
+            return None
+        heldout = _open_corpus("data.heldout", self.config.data.heldout)
+        other = AutoTokenizer.from_pretrained(heldout.folder / "tokenizer")
+        if other.get_vocab() != self.tokenizer.get_vocab():
+            raise ConfigError(
+                f"data.heldout {heldout.folder} was prepared with another tokenizer than "
+                f"{self.corpus.folder}; prepare it with {self.corpus.folder / 'tokenizer'}"
+            )
+        return heldout
+
+    def _write_description(self) -> None:
+        """What export and resumption need beside checkpoints."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.model.config.save_pretrained(self.folder)
+        self.tokenizer.save_pretrained(self.folder / "tokenizer")
+        text = yaml.safe_dump(_plain(self.config), sort_keys=False)
+        write_atomically(self.folder / "config.yaml", text)
+
+    # --- nothing lost
+
+    @contextmanager
+    def _terminable(self) -> Iterator[None]:
+        """SIGTERM lets the step end; the state is then saved."""
+
+        def terminate(signum, frame):
+            self._terminated = True
+
+        before = signal.signal(signal.SIGTERM, terminate)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _save(self) -> None:
+        self._drain()
+        self.journal.sync()
+        self.checkpoints.save(self.steps_done, {**self._tensors(), "host": self._host_state()})
+
+    def _resume(self) -> None:
+        """Loads the last checkpoint, or the one asked for, if there is any."""
+        chosen = self.config.checkpoint.resume_from
+        names = self.checkpoints.names()
+        if chosen is None and not names:
+            return
+        name = chosen or names[-1]
+        state = {**self._tensors(), "host": b""}
+        self.checkpoints.load(name, state)
+        if chosen is not None:
+            self.checkpoints.set_aside_after(name)
+        self.model.load_state_dict(state["model"])
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        self._load_host_state(state["host"])
+
+    def _tensors(self) -> dict:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+        }
+
+    def _host_state(self) -> bytes:
+        """All but the tensors of model and optimizer, which checkpoints keep one by one."""
+        numpy_state = np.random.get_state(legacy=False)
+        numpy_state["state"]["key"] = numpy_state["state"]["key"].tolist()
+        file = io.BytesIO()
+        torch.save(
+            {
+                "steps_done": self.steps_done,
+                "skipped_in_a_row": self.skipped_in_a_row,
+                "place": asdict(self.place),
+                "step": self.step.state_dict(),
+                "scheduler": self.scheduler.state_dict(),
+                "scaler": None if self.scaler is None else self.scaler.state_dict(),
+                "torch_rng": torch.get_rng_state(),
+                "cuda_rng": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
+                "numpy_rng": numpy_state,
+                "python_rng": random.getstate(),
+            },
+            file,
+        )
+        return file.getvalue()
+
+    def _load_host_state(self, content: bytes) -> None:
+        state = torch.load(io.BytesIO(content), weights_only=True)
+        self.steps_done = state["steps_done"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
+        self.place = Place(**state["place"])
+        self.step.load_state_dict(state["step"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        torch.set_rng_state(state["torch_rng"])
+        if state["cuda_rng"] and self.device.type == "cuda":
+            torch.cuda.set_rng_state_all(state["cuda_rng"])
+        np.random.set_state(state["numpy_rng"])
+        random.setstate(state["python_rng"])
+
+
+def _open_corpus(name: str, folder: str) -> Corpus:
+    try:
+        return Corpus.open(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def _check_same_run(folder: Path, config: PretrainConfig) -> None:
+    path = folder / "config.yaml"
+    if not path.exists():
+        return
+    changed = differences(yaml.safe_load(path.read_text()), _plain(config))
+    if changed:
+        raise ConfigError(
+            f"{folder} holds a run with other settings; choose another output, or remove it:\n"
+            + "\n".join(changed)
+        )
+
+
+def _plain(config: PretrainConfig) -> dict:
+    """The settings without tuples, which YAML would mark as Python's."""
+
+    def plain(value):
+        if isinstance(value, dict):
+            return {k: plain(v) for k, v in value.items()}
+        return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+    # A checkpoint is asked for once; the run that goes on from it is resumed like any other.
+    return plain(replace(config, checkpoint=replace(config.checkpoint, resume_from=None)).to_dict())
+
+
+def _seed_everything(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed % (1 << 32))
+    random.seed(seed)
+
+
+def _dropout_seed(seed: int, rank: int) -> torch.Tensor:
+    """(seed, offset 0) of a rank's dropout stream."""
+    word = np.random.SeedSequence([seed, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1)
+    return torch.tensor([int(word), 0])

@@ -1,0 +1,246 @@
+"""Nothing is lost: a run that is killed anywhere and started again equals one that never was."""
+
+import errno
+import json
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastbert.testing.killing import run_in_process
+from fastbert.train import checkpoints, pretraining
+from fastbert.train.checkpoints import CheckpointError, Checkpoints, damage
+from fastbert.train.config import ConfigError, config_from
+from fastbert.train.exporting import export
+from fastbert.train.journal import METRICS, read_records
+from fastbert.train.pretraining import NonFiniteError, pretrain
+
+# Figures that depend on what is learned, not on the clock.
+LEARNED = (
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "num_labels",
+    "num_tokens",
+    "epoch",
+    "skipped",
+    "heldout_loss",
+    "heldout_accuracy",
+)
+
+
+def run(settings: dict) -> None:
+    """What the killed processes do."""
+    torch.set_num_threads(1)
+    pretrain(config_from(settings))
+
+
+def learned(folder) -> list[dict]:
+    """A run's records without times."""
+    records = read_records(Path(folder) / METRICS)
+    return [{name: record.get(name) for name in LEARNED} for record in records]
+
+
+def weights(folder, tmp_path) -> bytes:
+    """A run's last weights."""
+    output = tmp_path / f"export of {Path(folder).name}"
+    export(folder, output)
+    return (output / "model.safetensors").read_bytes()
+
+
+class Uninterrupted:
+    """Runs without a kill, one for each kind of settings."""
+
+    def __init__(self, folder):
+        self.folder, self.outcomes = folder, {}
+
+    def __call__(self, settings) -> tuple[list[dict], bytes]:
+        key = json.dumps({**settings, "output": ""})
+        if key not in self.outcomes:
+            folder = self.folder / str(len(self.outcomes))
+            settings = {**settings, "output": str(folder / "run")}
+            assert run_in_process(run, settings) == 0
+            self.outcomes[key] = learned(folder / "run"), weights(folder / "run", folder)
+        return self.outcomes[key]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    return Uninterrupted(tmp_path_factory.mktemp("uninterrupted"))
+
+
+def _ends_alike(settings, uninterrupted, tmp_path, code: int = 0) -> None:
+    """Goes on with the run and compares it with the one that was not killed."""
+    expected, expected_weights = uninterrupted(settings)
+    assert code in (0, -signal.SIGKILL)
+    assert run_in_process(run, settings) == 0
+    assert learned(settings["output"]) == expected
+    assert weights(settings["output"], tmp_path) == expected_weights
+
+
+def _killed(settings, uninterrupted, tmp_path, number: int) -> int:
+    code = run_in_process(run, settings, kill_before=number)
+    _ends_alike(settings, uninterrupted, tmp_path, code)
+    return code
+
+
+def test_the_run_learns_and_takes_its_time(settings, uninterrupted):
+    """The comparisons below compare something: several epochs, phases, and a falling loss."""
+    records, _ = uninterrupted(settings)
+    steps = [r for r in records if r["loss"] is not None]
+    assert [r["step"] for r in steps] == list(range(1, 13))
+    assert steps[-1]["epoch"] >= 2
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert sum(r["heldout_loss"] is not None for r in records) == 2
+
+
+# Before: the records' fsync; the first checkpoint's rename; the second's manifest and rename; the
+# removal of the oldest.
+@pytest.mark.parametrize("number", [0, 5, 10, 12, 20])
+def test_killed_in_a_save(settings, uninterrupted, tmp_path, number):
+    assert _killed(settings, uninterrupted, tmp_path, number) == -signal.SIGKILL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequences", ["packed", "next_sentence"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_killed_before_every_operation(settings, uninterrupted, tmp_path, sequences, precision):
+    """Of all saves: between write, fsync, manifest, rename and removal."""
+    settings["precision"] = precision
+    settings["data"]["sequences"] = sequences
+    settings["phases"][0]["max_length"] = 32
+    number = 0
+    while True:
+        settings["output"] = str(tmp_path / f"run{number}")
+        if _killed(settings, uninterrupted, tmp_path, number) == 0:
+            break
+        number += 1
+    assert number > 20
+
+
+def test_killed_at_a_random_time(settings, uninterrupted, tmp_path):
+    seconds = random.Random(os.getpid()).uniform(0.2, 1.5)
+    code = run_in_process(run, settings, kill_after=seconds)
+    _ends_alike(settings, uninterrupted, tmp_path, code)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "stable_adamw"])
+def test_killed_again_and_again(settings, uninterrupted, tmp_path, optimizer):
+    """Until it ends by itself, with times that grow so that it does."""
+    settings["optimizer"]["name"] = optimizer
+    generator = random.Random(os.getpid())
+    for attempt in range(20):
+        code = run_in_process(run, settings, kill_after=generator.uniform(0.1, 0.5 + attempt / 10))
+        if code == 0:
+            break
+    _ends_alike(settings, uninterrupted, tmp_path, code)
+
+
+def test_terminated_run_saves_and_goes_on(settings, uninterrupted, tmp_path):
+    """SIGTERM: exit code 0, a checkpoint at the step reached, the same end."""
+    metrics = Path(settings["output"]) / METRICS
+
+    def has_begun() -> bool:
+        return metrics.exists() and metrics.read_text().count("\n") >= 2
+
+    code = run_in_process(run, settings, kill_after=has_begun, sign=signal.SIGTERM)
+    assert code == 0
+    names = Checkpoints(Path(settings["output"]) / "checkpoints", 2).names()
+    reached = max(record["step"] for record in learned(settings["output"]))
+    assert names[-1] == f"step-{reached}"
+    assert reached < 12
+    _ends_alike(settings, uninterrupted, tmp_path)
+
+
+def test_full_disk(settings, uninterrupted, tmp_path, monkeypatch):
+    """The run says so; the checkpoint before is whole and is gone on from."""
+    fsync, count = os.fsync, 0
+
+    def full(descriptor):
+        nonlocal count
+        count += 1
+        if count == 10:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match=r"step-8: .*No space left.*step-4 is intact"):
+        pretrain(config_from(settings))
+    monkeypatch.undo()
+    folder = Path(settings["output"]) / "checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["step-4"]
+    _ends_alike(settings, uninterrupted, tmp_path)
+
+
+def test_damaged_checkpoint(settings, uninterrupted, tmp_path):
+    """It is named with its fault and with the intact one, which is used on request only."""
+    assert run_in_process(run, settings) == 0
+    folder = Path(settings["output"]) / "checkpoints"
+    assert [damage(folder / name) for name in ("step-8", "step-12")] == [None, None]
+    data, manifest = folder / "step-12" / "__0_0.distcp", folder / "step-12" / "manifest.json"
+    content = data.read_bytes()
+    middle = len(content) // 2
+    changed = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+    for path, damaged, fault in (
+        (data, changed, "checksum"),
+        (data, content[:middle], f"has {middle} bytes"),
+        (data, None, "No such file"),
+        (manifest, b"{", "Expecting"),
+    ):
+        whole = path.read_bytes()
+        path.unlink() if damaged is None else path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=rf"damaged: .*{fault}.*resume-from step-8 goes"):
+            pretrain(config_from(settings))
+        path.write_bytes(whole)
+    manifest.unlink()
+    settings["checkpoint"]["resume_from"] = "step-8"
+    assert run_in_process(run, settings) == 0
+    assert (folder / "step-12.aside").is_dir()
+    del settings["checkpoint"]["resume_from"]
+    _ends_alike(settings, uninterrupted, tmp_path)
+
+
+def test_unknown_checkpoint(settings):
+    settings["checkpoint"]["resume_from"] = "step-5"
+    with pytest.raises(CheckpointError, match="step-5 does not exist; there are none"):
+        pretrain(config_from(settings))
+
+
+def test_other_settings_are_not_resumed(settings):
+    settings["phases"] = settings["phases"][:1]
+    pretrain(config_from(settings))
+    settings["log"]["peak_tflops"] = 1.0
+    pretrain(config_from(settings))
+    settings["optimizer"]["lr"] = 1e-3
+    with pytest.raises(ConfigError, match=r"optimizer.lr: 0.002 there, 0.001 now"):
+        pretrain(config_from(settings))
+
+
+def test_run_of_gradients_that_are_not_finite_stops(settings):
+    """An absurd rate: the batches are there for inspection, and no weight became NaN."""
+    settings["optimizer"] |= {"lr": 1e30, "max_grad_norm": None}
+    settings["schedule"]["warmup_steps"] = 0
+    settings["max_skipped"] = 3
+    with pytest.raises(NonFiniteError, match="3 steps in a row"):
+        pretrain(config_from(settings))
+    folder = Path(settings["output"])
+    skipped = [r["step"] for r in learned(folder) if r["skipped"]]
+    assert sorted(path.name for path in (folder / "nonfinite").iterdir()) == sorted(
+        f"step-{step}.pt" for step in skipped
+    )
+    batches = torch.load(folder / "nonfinite" / f"step-{skipped[-1]}.pt", weights_only=True)
+    assert [batch["input_ids"].shape for batch in batches] == [(1, 256), (1, 256)]
+
+
+def test_kill_is_noticed_if_the_manifest_came_late(settings, monkeypatch, tmp_path):
+    """The tests above can fail: a checkpoint that appears before it is whole is seen by them."""
+    monkeypatch.setattr(checkpoints, "_manifest", lambda folder: {"__0_0.distcp": {"size": 1}})
+    settings["phases"] = [{**settings["phases"][0], "steps": 4}]
+    pretrain(config_from(settings))
+    with pytest.raises(CheckpointError, match="damaged"):
+        pretraining.Pretraining(config_from(settings))._resume()
