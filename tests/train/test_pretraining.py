@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -142,10 +143,11 @@ def test_loop_equals_plain_training(settings):
     stream = iter(run._stream(0, run.corpus, pretraining.Place()))
     for record in ours:
         batches = [_padded(next(stream)) for _ in range(2)]
-        count = sum((batch["labels"] != -100).sum() for batch in batches)
+        counts = [(batch["labels"] != -100).sum() for batch in batches]
         optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = record["lr"]
         optimizer.zero_grad()
-        loss = sum(theirs(**b, num_items_in_batch=count).loss for b in batches)
+        losses = [theirs(**b).loss * n for b, n in zip(batches, counts, strict=True)]
+        loss = sum(losses) / sum(counts)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
         optimizer.step()
@@ -200,7 +202,7 @@ def test_flops_are_counted():
     )
     model = transformers.BertForMaskedLM(config)
     ids = torch.randint(50, (1, 24))
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
         model(ids, labels=ids).loss.backward()
     lengths = torch.tensor([24]).numpy()
     assert building.training_flops(config, lengths, 24) == pytest.approx(
@@ -224,7 +226,10 @@ def test_command_names_faults(tmp_path):
     assert "data.corpus is not set; give --data.corpus FOLDER" in told
     told = _pretrain("tiny_cpu", "--output", tmp_path, "--data.corpus", tmp_path, code=1)
     assert "fastbert data prepare" in told
-    assert "unknown" in _pretrain(_file(tmp_path, "optimzer: {}"), code=1)
+    config = tmp_path / "config.yaml"
+    config.write_text("optimzer: {}")
+    assert "unknown key optimzer; did you mean optimizer?" in _pretrain(config, code=1)
+    config.unlink()
     _pretrain("tiny_cpu", "--optimizer.lrr", "1", code=2)
     for arguments, message in (
         (("export", tmp_path, tmp_path / "out"), "is not a run"),
@@ -234,12 +239,6 @@ def test_command_names_faults(tmp_path):
         result = CliRunner().invoke(app, [str(a) for a in arguments])
         assert result.exit_code == 2
         assert message in " ".join(result.output.replace("│", " ").split())
-
-
-def _file(folder: Path, text: str) -> Path:
-    path = folder / "config.yaml"
-    path.write_text(text)
-    return path
 
 
 def test_records_behind_a_checkpoint_go(tmp_path):
