@@ -1,5 +1,7 @@
 """The parts of a run, made from its settings: model, optimizer, learning rate, loss scaling."""
 
+import os
+
 import torch
 import transformers
 from torch import nn
@@ -20,7 +22,12 @@ def device_of(config: PretrainConfig) -> torch.device:
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise ConfigError("device cuda: torch sees no GPU; use --device cpu or auto")
-    return torch.device("cuda" if available and config.device != "cpu" else "cpu")
+    if not available or config.device == "cpu":
+        return torch.device("cpu")
+    # torchrun numbers the processes of a machine.
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
 
 
 def build_model(config: ModelConfig, tokenizer, *, pairs: bool, max_length: int) -> nn.Module:

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch.distributed.checkpoint as dcp
 
 from fastbert.data.corpus import write_atomically
+from fastbert.train.processes import Processes
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d+)")
@@ -36,10 +37,13 @@ class Checkpoints:
     Args:
         folder: where they lie; made when the first one is written.
         keep: how many stay, the last ones.
+        processes: which all call `save` and `load` together; None: this one alone.
     """
 
-    def __init__(self, folder: Path, keep: int):
+    def __init__(self, folder: Path, keep: int, processes: Processes | None = None):
         self.folder, self.keep = folder, keep
+        self._processes = Processes() if processes is None else processes
+        self._alone = self._processes.size == 1
 
     def names(self) -> list[str]:
         """Of those that are whole, by step."""
@@ -62,24 +66,32 @@ class Checkpoints:
         target = self.folder / f"step-{step}"
         part = target.with_suffix(".part")
         try:
-            self._clear()
-            part.mkdir(parents=True)
-            with _single_process():
-                dcp.save(state, checkpoint_id=part, no_dist=True)
-            write_atomically(part / MANIFEST, json.dumps(_manifest(part), indent=1))
-            os.rename(part, target)
-            _sync_folder(self.folder)
+            if self._processes.is_first:
+                self._clear()
+                part.mkdir(parents=True)
+            self._processes.wait()
+            with _without_warning():
+                dcp.save(state, checkpoint_id=part, no_dist=self._alone)
+            if self._processes.is_first:
+                self._publish(part, target)
         except (OSError, dcp.CheckpointException) as error:
             shutil.rmtree(part, ignore_errors=True)
             raise CheckpointError(
                 f"cannot write {target}: {_reason(error)}; {self._left(target.name)}"
             ) from error
-        for name in self.names()[: -self.keep]:
-            self._remove(self.folder / name)
+        self._processes.wait()
         return target
 
-    def load(self, name: str, state: dict) -> None:
-        """Fills `state` from a checkpoint, tensors in place.
+    def _publish(self, part: Path, target: Path) -> None:
+        """Gives what is complete its name, and removes the oldest."""
+        write_atomically(part / MANIFEST, json.dumps(_manifest(part), indent=1))
+        os.rename(part, target)
+        _sync_folder(self.folder)
+        for name in self.names()[: -self.keep]:
+            self._remove(self.folder / name)
+
+    def verify(self, name: str) -> None:
+        """Reads the whole checkpoint.
 
         Raises:
             CheckpointError: there is none of that name, or it is damaged.
@@ -92,8 +104,11 @@ class Checkpoints:
         fault = damage(path)
         if fault:
             raise CheckpointError(f"{path} is damaged: {fault}; {self._left(name)}")
-        with _single_process():
-            dcp.load(state, checkpoint_id=path, no_dist=True)
+
+    def load(self, name: str, state: dict) -> None:
+        """Fills `state`, or the part of a checkpoint that it names, tensors in place."""
+        with _without_warning():
+            dcp.load(state, checkpoint_id=self.folder / name, no_dist=self._alone)
 
     def set_aside_after(self, name: str) -> list[str]:
         """Renames the checkpoints behind this one, so that they are not resumed from.
@@ -103,10 +118,12 @@ class Checkpoints:
         """
         names = self.names()
         later = names[names.index(name) + 1 :]
-        for other in later:
+        self._processes.wait()
+        for other in later if self._processes.is_first else ():
             aside = self.folder / f"{other}.aside"
             shutil.rmtree(aside, ignore_errors=True)
             os.rename(self.folder / other, aside)
+        self._processes.wait()
         return later
 
     def _clear(self) -> None:
@@ -132,8 +149,8 @@ class Checkpoints:
 
 
 @contextmanager
-def _single_process() -> Iterator[None]:
-    """torch warns that it assumes what `no_dist` says."""
+def _without_warning() -> Iterator[None]:
+    """torch warns that it assumes a single process, which `no_dist` says."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield

@@ -9,6 +9,7 @@ from torch import nn
 
 from fastbert.padding import IGNORE_INDEX
 from fastbert.train.batches import TrainingBatch
+from fastbert.train.processes import Processes
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,15 @@ def evaluate(
     model: nn.Module,
     batches: Iterable[TrainingBatch],
     dtype: torch.dtype | None = None,
+    processes: Processes | None = None,
 ) -> Evaluation:
     """Evaluates a masked-LM head without dropout; leaves it in training mode if it was in it.
 
     Args:
         model: `BertForMaskedLM` or `BertForPreTraining`.
-        batches: at least one label in all.
+        batches: of this process; at least one label in all.
         dtype: of autocast; None: none.
+        processes: over which the figures are taken; None: this one.
 
     Raises:
         ValueError: no label.
@@ -52,6 +55,8 @@ def evaluate(
                 sums += _sums(model, inputs)
     finally:
         model.train(was_training)
+    if processes is not None:
+        processes.add(sums)
     total, correct, count = sums.tolist()
     if not count:
         raise ValueError("batches hold no label; give a larger held-out corpus")

@@ -43,6 +43,7 @@ def export(run: str | Path, output: str | Path, checkpoint: str | None = None) -
     head = fastbert.BertForPreTraining if pairs else fastbert.BertForMaskedLM
     model = head(transformers.BertConfig.from_pretrained(run))
     state = {"model": model.state_dict()}
+    checkpoints.verify(name)
     checkpoints.load(name, state)
     model.load_state_dict(state["model"])
     model.save_pretrained(output)

@@ -9,10 +9,12 @@ back and read some steps later.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fastbert.capture import capture, warm_up
 from fastbert.ops import index_flags
@@ -57,8 +59,12 @@ class GraphedStep:
     The learning rate is a tensor in the optimizer's groups, so torch's schedulers act on it between
     calls.
 
+    In `DistributedDataParallel` the loss is the mean over the labels of all processes, whatever
+    share of them each has; gradients are exchanged once a step, and no graph is captured.
+
     Args:
-        model: on one device; its forward takes the batch's keys.
+        model: on one device, maybe in `DistributedDataParallel`; its forward takes the batch's
+            keys.
         optimizer: of torch with `fused=True` (Adam, AdamW, SGD, Adagrad), or any that leaves
             weights and state alone where its attribute `found_inf` is 1
             (`_step_supports_amp_scaling`, as torch calls it).
@@ -71,11 +77,11 @@ class GraphedStep:
         loss: `loss(model, batch, rng_state, num_labels)`, the batch's share of a mean over
             `num_labels` labels.
         lag: steps after which a report is read.
-        graph: whether to capture; None: on a GPU.
+        graph: whether to capture; None: on a GPU, in one process.
 
     Raises:
         ValueError: an optimizer that would have to ask the host whether to skip, fp16 without a
-            scaler, `graph=True` on a CPU, negative lag.
+            scaler, `graph=True` on a CPU or in several processes, negative lag.
     """
 
     def __init__(
@@ -102,13 +108,17 @@ class GraphedStep:
             raise ValueError(f"lag must be 0 or more, got {lag}")
         if graph and self.device.type != "cuda":
             raise ValueError(f"graph=True needs a model on a GPU, this one is on {self.device}")
+        self._is_distributed = isinstance(model, DistributedDataParallel)
+        if graph and self._is_distributed:
+            raise ValueError("graph=True is for one process, this model is distributed")
         if rng_state is None:
             rng_state = torch.empty(2, dtype=torch.int64, device=self.device).random_()
         check_rng_state("GraphedStep", rng_state, self.device)
         self.rng_state = rng_state.clone()
         self._max_grad_norm, self._dtype, self._scaler = max_grad_norm, dtype, scaler
         self._loss, self._lag = loss, lag
-        self._uses_graph = self.device.type == "cuda" if graph is None else graph
+        wants_graph = self.device.type == "cuda" and not self._is_distributed
+        self._uses_graph = wants_graph if graph is None else graph
         self._num_steps, self._warm_up_steps = 0, WARM_UP_STEPS
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: list[dict] | None = None
@@ -164,21 +174,41 @@ class GraphedStep:
         """`(5,)` fp64 on the device: loss, gradient norm, skipped, number of labels, wrong ids."""
         self.optimizer.zero_grad(set_to_none=True)
         num_labels = sum((batch["labels"] != IGNORE_INDEX).sum() for batch in self._inputs)
-        losses = [self._forward_backward(batch, num_labels) for batch in self._inputs]
+        self._add_over_processes(num_labels)
+        # A batch without any label has loss 0 and no gradient, not NaN.
+        share = num_labels.clamp(min=1)
+        if self._is_distributed:
+            # Gradients become the mean over the processes, and are to be their sum.
+            share = share / distributed.get_world_size()
+        losses = []
+        for number, batch in enumerate(self._inputs, 1):
+            with self._exchange(is_due=number == len(self._inputs)):
+                losses.append(self._forward_backward(batch, share))
+        loss = torch.stack(losses).sum()
+        if self._is_distributed:
+            loss /= distributed.get_world_size()
+            self._add_over_processes(loss)
         grad_norm, found_inf = self._update()
         flag = index_flags.pending(self.device)
         wrong_ids = torch.zeros_like(num_labels) if flag is None else flag
-        values = (torch.stack(losses).sum(), grad_norm, found_inf, num_labels, wrong_ids)
+        values = (loss, grad_norm, found_inf, num_labels, wrong_ids)
         return torch.stack([v.detach().double().reshape(()) for v in values])
 
     def _forward_backward(self, batch: dict, num_labels: torch.Tensor) -> torch.Tensor:
         autocast = self._dtype is not None
         with torch.autocast(self.device.type, dtype=self._dtype, enabled=autocast):
-            # A batch without any label has loss 0 and no gradient, not NaN.
-            loss = self._loss(self.model, batch, self.rng_state.clone(), num_labels.clamp(min=1))
+            loss = self._loss(self.model, batch, self.rng_state.clone(), num_labels)
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
         self.rng_state[1] += 1
         return loss.detach()
+
+    def _add_over_processes(self, value: torch.Tensor) -> None:
+        if self._is_distributed:
+            distributed.all_reduce(value)
+
+    def _exchange(self, *, is_due: bool) -> AbstractContextManager:
+        """In the block, a backward pass exchanges gradients only if that is due."""
+        return nullcontext() if is_due or not self._is_distributed else self.model.no_sync()
 
     def _update(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Clips and updates; the norm before clipping, and 1 where the update was skipped."""

@@ -39,7 +39,8 @@ from fastbert.train.checkpoints import Checkpoints
 from fastbert.train.config import ConfigError, PretrainConfig, check, differences
 from fastbert.train.evaluation import Evaluation, evaluate
 from fastbert.train.graphed_step import GraphedStep, StepReport
-from fastbert.train.journal import Journal
+from fastbert.train.journal import Journal, SilentJournal
+from fastbert.train.processes import Processes, joined
 from fastbert.train.schedules import factor
 
 
@@ -54,7 +55,7 @@ class Summary:
     Attributes:
         steps: done in all. finished: whether these are all; False after SIGTERM.
         loss: of the last step. skipped: steps of this process that changed nothing.
-        num_tokens, seconds: of this process.
+        num_tokens: since this process began, of all. seconds: the time it took.
         heldout: the last evaluation, if there was one.
     """
 
@@ -75,12 +76,13 @@ class _Pending:
     lr: float
     seconds: float
     batches: list[TrainingBatch]
+    agreed: torch.Tensor
 
 
 def pretrain(config: PretrainConfig) -> Summary:
     """Runs, or goes on with, a pretraining.
 
-    Sets torch's, numpy's and Python's global seeds.
+    Sets torch's, numpy's and Python's global seeds. Under torchrun the processes train together.
 
     Raises:
         ConfigError: settings that cannot be used, or that differ from those of the run that is in
@@ -88,15 +90,17 @@ def pretrain(config: PretrainConfig) -> Summary:
         CheckpointError: a checkpoint that cannot be written or read.
         NonFiniteError: `max_skipped` steps in a row were skipped.
     """
-    return Pretraining(config).run()
+    with joined(building.device_of(config)) as processes:
+        return Pretraining(config, processes).run()
 
 
 class Pretraining:
-    """A run in this process; `run` does it all."""
+    """A run in this process, maybe one of several; `run` does it all."""
 
-    def __init__(self, config: PretrainConfig):
+    def __init__(self, config: PretrainConfig, processes: Processes | None = None):
+        self.processes = Processes() if processes is None else processes
         self.device = building.device_of(config)
-        check(config, has_gpu=self.device.type == "cuda")
+        check(config, num_ranks=self.processes.size, has_gpu=self.device.type == "cuda")
         self.config, self.folder = config, Path(config.output)
         _check_same_run(self.folder, config)
         _seed_everything(config.seed)
@@ -113,39 +117,37 @@ class Pretraining:
             torch.set_float32_matmul_precision("high")
         self.optimizer = building.build_optimizer(config.optimizer, self.model)
         self.scaler = building.build_scaler(config.precision, self.device)
-        self.step = self._graphed_step(_dropout_seed(config.seed, rank=0))
+        self.parallel_model = self.processes.distribute(self.model)
+        self.step = self._graphed_step(_dropout_seed(config.seed, self.processes.rank))
         # Behind the step, which turns rates into tensors that schedulers then write into.
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, factor(config.schedule, config.num_steps)
         )
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint.keep)
+        self.checkpoints = Checkpoints(
+            self.folder / "checkpoints", config.checkpoint.keep, self.processes
+        )
         self.place = Place()
         self.steps_done = self.skipped_in_a_row = 0
         self._pending: deque[_Pending] = deque()
         self._recent: deque[_Pending] = deque(maxlen=config.max_skipped)
         self._skipped, self._num_tokens, self._loss = 0, 0, float("nan")
-        self._terminated = False
+        self._asked_to_stop = self._stopping = False
         self._evaluation: Evaluation | None = None
 
     def run(self) -> Summary:
         """Trains to the end, or to a SIGTERM."""
         self._resume()
-        self._write_description()
+        if self.processes.is_first:
+            self._write_description()
         begun = time.perf_counter()
         with (
-            Journal(
-                self.folder,
-                self.config.log,
-                num_steps=self.config.num_steps,
-                first_step=self.steps_done,
-                settings=self.config.to_dict(),
-            ) as self.journal,
+            self._open_journal() as self.journal,
             self._terminable(),
         ):
             end = 0
             for number, phase in enumerate(self.config.phases):
                 end += phase.steps
-                if self.steps_done < end and not self._terminated:
+                if self.steps_done < end and not self._stopping:
                     self._run_phase(number, end)
         return Summary(
             self.steps_done,
@@ -167,11 +169,11 @@ class Pretraining:
             self.step.load_state_dict(state)
         stream = self._stream(number, self.corpus, self.place)
         batches = prefetched(iter(stream))
-        while self.steps_done < end and not self._terminated:
+        while self.steps_done < end and not self._stopping:
             self._train(islice(batches, stream.accumulation))
             if self._is_due(self.config.evaluation.every) and self.heldout is not None:
                 self._evaluate(number)
-            if self._is_due(self.config.checkpoint.every) or self._terminated:
+            if self._is_due(self.config.checkpoint.every) or self._stopping:
                 self._save()
         batches.close()
 
@@ -183,7 +185,11 @@ class Pretraining:
         report = self.step(*(batch.inputs for batch in batches))
         self.scheduler.step()
         seconds = time.perf_counter() - begun
-        self._pending.append(_Pending(self.steps_done, lr, seconds, batches))
+        # Summed over the processes, so that all know the same and stop at the same step.
+        num_tokens = sum(batch.num_tokens for batch in batches)
+        agreed = torch.tensor([num_tokens, int(self._asked_to_stop)], device=self.device)
+        self.processes.add(agreed)
+        self._pending.append(_Pending(self.steps_done, lr, seconds, batches, agreed))
         self.steps_done += 1
         self.place = batches[-1].place
         if report is not None:
@@ -199,8 +205,10 @@ class Pretraining:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if report.skipped else 0
         self._skipped += report.skipped
         self._loss = report.loss
-        num_tokens = sum(batch.num_tokens for batch in pending.batches)
+        num_tokens, asked_to_stop = pending.agreed.tolist()
+        self._stopping |= asked_to_stop > 0
         self._num_tokens += num_tokens
+        capacity = sum(b.capacity for b in pending.batches) * self.processes.size
         values = {
             "loss": report.loss,
             "grad_norm": report.grad_norm,
@@ -209,10 +217,11 @@ class Pretraining:
             "num_labels": report.num_labels,
             "num_tokens": num_tokens,
             "epoch": pending.batches[-1].place.epoch,
-            "padding_share": 1 - num_tokens / sum(b.capacity for b in pending.batches),
+            "padding_share": 1 - num_tokens / capacity,
             "tokens_per_second": num_tokens / pending.seconds,
         }
         if self.config.log.peak_tflops is not None:
+            # Of this process, whose share of the tokens is that of the others.
             flops = sum(
                 building.training_flops(self.model.config, b.lengths, b.num_labels)
                 for b in pending.batches
@@ -228,7 +237,9 @@ class Pretraining:
 
     def _give_up(self) -> None:
         folder = self.folder / "nonfinite"
-        folder.mkdir(exist_ok=True)
+        if self.processes.size > 1:
+            folder /= f"rank-{self.processes.rank}"
+        folder.mkdir(parents=True, exist_ok=True)
         for pending in self._recent:
             batches = [batch.inputs for batch in pending.batches]
             torch.save(batches, folder / f"step-{pending.step + 1}.pt")
@@ -245,7 +256,7 @@ class Pretraining:
         first_epoch = takewhile(lambda batch: batch.place.epoch == 0, stream)
         batches = islice(first_epoch, self.config.evaluation.batches)
         dtype = building.DTYPES[self.config.precision]
-        self._evaluation = evaluation = evaluate(self.model, batches, dtype)
+        self._evaluation = evaluation = evaluate(self.model, batches, dtype, self.processes)
         self.journal.record(
             self.steps_done,
             {f"heldout_{name}": value for name, value in asdict(evaluation).items()},
@@ -255,7 +266,7 @@ class Pretraining:
 
     def _graphed_step(self, rng_state: torch.Tensor) -> GraphedStep:
         return GraphedStep(
-            self.model,
+            self.parallel_model,
             self.optimizer,
             max_grad_norm=self.config.optimizer.max_grad_norm,
             dtype=building.DTYPES[self.config.precision],
@@ -274,8 +285,21 @@ class Pretraining:
             num_steps=self.config.num_steps,
             seed=self.config.seed,
             place=place,
+            rank=self.processes.rank,
+            num_ranks=self.processes.size,
             first_step=sum(p.steps for p in self.config.phases[:phase]),
             pin=self.device.type == "cuda",
+        )
+
+    def _open_journal(self) -> Journal | SilentJournal:
+        if not self.processes.is_first:
+            return SilentJournal()
+        return Journal(
+            self.folder,
+            self.config.log,
+            num_steps=self.config.num_steps,
+            first_step=self.steps_done,
+            settings=self.config.to_dict(),
         )
 
     def _open_heldout(self) -> Corpus | None:
@@ -305,7 +329,7 @@ class Pretraining:
         """SIGTERM lets the step end; the state is then saved."""
 
         def terminate(signum, frame):
-            self._terminated = True
+            self._asked_to_stop = True
 
         before = signal.signal(signal.SIGTERM, terminate)
         try:
@@ -316,7 +340,8 @@ class Pretraining:
     def _save(self) -> None:
         self._drain()
         self.journal.sync()
-        self.checkpoints.save(self.steps_done, {**self._tensors(), "host": self._host_state()})
+        state = self._checkpointed(self._host_state())
+        self.checkpoints.save(self.steps_done, state)
 
     def _resume(self) -> None:
         """Loads the last checkpoint, or the one asked for, if there is any."""
@@ -325,22 +350,37 @@ class Pretraining:
         if chosen is None and not names:
             return
         name = chosen or names[-1]
-        state = {**self._tensors(), "host": b""}
+        self.checkpoints.verify(name)
+        self._check_processes(name)
+        state = self._checkpointed(b"")
         self.checkpoints.load(name, state)
         if chosen is not None:
             self.checkpoints.set_aside_after(name)
         self.model.load_state_dict(state["model"])
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
-        self._load_host_state(state["host"])
+        self._load_host_state(state["host"][f"rank{self.processes.rank}"])
 
-    def _tensors(self) -> dict:
+    def _check_processes(self, name: str) -> None:
+        state = {"num_processes": 0}
+        self.checkpoints.load(name, state)
+        if state["num_processes"] != self.processes.size:
+            raise ConfigError(
+                f"{name} was written by {state['num_processes']} processes, these are "
+                f"{self.processes.size}; the order of the data depends on their number, so start "
+                f"as many"
+            )
+
+    def _checkpointed(self, host_state: bytes) -> dict:
+        """What a checkpoint holds: tensors one by one, the rest of every process as bytes."""
         return {
             "model": self.model.state_dict(),
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+            "host": {f"rank{self.processes.rank}": host_state},
+            "num_processes": self.processes.size,
         }
 
     def _host_state(self) -> bytes:
-        """All but the tensors of model and optimizer, which checkpoints keep one by one."""
+        """All of this process but the tensors of model and optimizer."""
         numpy_state = np.random.get_state(legacy=False)
         numpy_state["state"]["key"] = numpy_state["state"]["key"].tolist()
         file = io.BytesIO()
