@@ -1,5 +1,6 @@
 """`fastbert pretrain`, `export` and `plot`: parse arguments, call the library, print."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -41,7 +42,9 @@ def pretrain(context: typer.Context) -> None:
     except (ConfigError, CheckpointError, NonFiniteError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from error
-    typer.echo(_told(summary, config.output))
+    # Under torchrun the others would say the same.
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(_told(summary, config.output))
 
 
 def _told(summary, output: str) -> str:

@@ -4,8 +4,10 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 # What a checkpoint is made durable and visible by.
 OPERATIONS = ("fsync", "rename", "replace")
@@ -19,6 +21,7 @@ def run_in_process(
     kill_before: int | None = None,
     kill_after: Callable[[], bool] | float | None = None,
     sign: int = signal.SIGKILL,
+    environment: Mapping[str, str] | None = None,
 ) -> int:
     """Calls `target` in a fresh process and kills it.
 
@@ -31,6 +34,7 @@ def run_in_process(
             itself.
         kill_after: seconds, or a condition that is asked again and again, after which it is sent
             `sign`.
+        environment: variables set in the process.
 
     Returns:
         The exit code; the negative signal where it died of one.
@@ -39,8 +43,8 @@ def run_in_process(
         TimeoutError: it did not end.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fastbert.testing.killing_imports"])
-    process = context.Process(target=_run, args=(target, args, kill_before))
+    context.set_forkserver_preload(["fastbert.testing.runs"])
+    process = context.Process(target=_run, args=(target, args, kill_before, environment))
     process.start()
     if kill_after is not None:
         _wait(process, kill_after)
@@ -61,7 +65,33 @@ def _wait(process, until: Callable[[], bool] | float) -> None:
         time.sleep(0.005)
 
 
-def _run(target: Callable, args: tuple, kill_before: int | None) -> None:
+def run_in_processes(target: Callable, *args, size: int, **of_rank) -> list[int]:
+    """Calls `target` in processes that torch.distributed joins, as torchrun would.
+
+    Args:
+        target, args: as in `run_in_process`.
+        size: how many processes.
+        of_rank: `rank0={...}` and so on, arguments of `run_in_process` for one of them.
+
+    Returns:
+        Their exit codes.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+
+    def run(rank: int) -> int:
+        environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        options = of_rank.get(f"rank{rank}", {})
+        return run_in_process(target, *args, environment=environment, **options)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+def _run(target: Callable, args: tuple, kill_before: int | None, environment) -> None:
+    os.environ.update(environment or {})
     if kill_before is not None:
         _kill_before(kill_before)
     target(*args)

@@ -11,45 +11,12 @@ import pytest
 import torch
 
 from fastbert.testing.killing import run_in_process
+from fastbert.testing.runs import learned, run, weights
 from fastbert.train import checkpoints, pretraining
 from fastbert.train.checkpoints import CheckpointError, Checkpoints, damage
 from fastbert.train.config import ConfigError, config_from
-from fastbert.train.exporting import export
-from fastbert.train.journal import METRICS, read_records
+from fastbert.train.journal import METRICS
 from fastbert.train.pretraining import NonFiniteError, pretrain
-
-# Figures that depend on what is learned, not on the clock.
-LEARNED = (
-    "step",
-    "loss",
-    "grad_norm",
-    "lr",
-    "num_labels",
-    "num_tokens",
-    "epoch",
-    "skipped",
-    "heldout_loss",
-    "heldout_accuracy",
-)
-
-
-def run(settings: dict) -> None:
-    """What the killed processes do."""
-    torch.set_num_threads(1)
-    pretrain(config_from(settings))
-
-
-def learned(folder) -> list[dict]:
-    """A run's records without times."""
-    records = read_records(Path(folder) / METRICS)
-    return [{name: record.get(name) for name in LEARNED} for record in records]
-
-
-def weights(folder, tmp_path) -> bytes:
-    """A run's last weights."""
-    output = tmp_path / f"export of {Path(folder).name}"
-    export(folder, output)
-    return (output / "model.safetensors").read_bytes()
 
 
 class Uninterrupted:
@@ -64,7 +31,7 @@ class Uninterrupted:
             folder = self.folder / str(len(self.outcomes))
             settings = {**settings, "output": str(folder / "run")}
             assert run_in_process(run, settings) == 0
-            self.outcomes[key] = learned(folder / "run"), weights(folder / "run", folder)
+            self.outcomes[key] = learned(folder / "run"), weights(folder / "run")
         return self.outcomes[key]
 
 
@@ -73,18 +40,18 @@ def uninterrupted(tmp_path_factory):
     return Uninterrupted(tmp_path_factory.mktemp("uninterrupted"))
 
 
-def _ends_alike(settings, uninterrupted, tmp_path, code: int = 0) -> None:
+def _ends_alike(settings, uninterrupted, code: int = 0) -> None:
     """Goes on with the run and compares it with the one that was not killed."""
     expected, expected_weights = uninterrupted(settings)
     assert code in (0, -signal.SIGKILL)
     assert run_in_process(run, settings) == 0
     assert learned(settings["output"]) == expected
-    assert weights(settings["output"], tmp_path) == expected_weights
+    assert weights(settings["output"]) == expected_weights
 
 
-def _killed(settings, uninterrupted, tmp_path, number: int) -> int:
+def _killed(settings, uninterrupted, number: int) -> int:
     code = run_in_process(run, settings, kill_before=number)
-    _ends_alike(settings, uninterrupted, tmp_path, code)
+    _ends_alike(settings, uninterrupted, code)
     return code
 
 
@@ -101,13 +68,15 @@ def test_the_run_learns_and_takes_its_time(settings, uninterrupted):
 # Before: the records' fsync; the first checkpoint's rename; the second's manifest and rename; the
 # removal of the oldest.
 @pytest.mark.parametrize("number", [0, 5, 10, 12, 20])
-def test_killed_in_a_save(settings, uninterrupted, tmp_path, number):
-    assert _killed(settings, uninterrupted, tmp_path, number) == -signal.SIGKILL
+def test_killed_in_a_save(settings, uninterrupted, number):
+    assert _killed(settings, uninterrupted, number) == -signal.SIGKILL
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sequences", ["packed", "next_sentence"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "sequences"),
+    [("fp32", "packed"), ("bf16", "next_sentence"), ("fp16", "sentence_order")],
+)
 def test_killed_before_every_operation(settings, uninterrupted, tmp_path, sequences, precision):
     """Of all saves: between write, fsync, manifest, rename and removal."""
     settings["precision"] = precision
@@ -116,21 +85,21 @@ def test_killed_before_every_operation(settings, uninterrupted, tmp_path, sequen
     number = 0
     while True:
         settings["output"] = str(tmp_path / f"run{number}")
-        if _killed(settings, uninterrupted, tmp_path, number) == 0:
+        if _killed(settings, uninterrupted, number) == 0:
             break
         number += 1
     assert number > 20
 
 
-def test_killed_at_a_random_time(settings, uninterrupted, tmp_path):
+def test_killed_at_a_random_time(settings, uninterrupted):
     seconds = random.Random(os.getpid()).uniform(0.2, 1.5)
     code = run_in_process(run, settings, kill_after=seconds)
-    _ends_alike(settings, uninterrupted, tmp_path, code)
+    _ends_alike(settings, uninterrupted, code)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "stable_adamw"])
-def test_killed_again_and_again(settings, uninterrupted, tmp_path, optimizer):
+def test_killed_again_and_again(settings, uninterrupted, optimizer):
     """Until it ends by itself, with times that grow so that it does."""
     settings["optimizer"]["name"] = optimizer
     generator = random.Random(os.getpid())
@@ -138,10 +107,10 @@ def test_killed_again_and_again(settings, uninterrupted, tmp_path, optimizer):
         code = run_in_process(run, settings, kill_after=generator.uniform(0.1, 0.5 + attempt / 10))
         if code == 0:
             break
-    _ends_alike(settings, uninterrupted, tmp_path, code)
+    _ends_alike(settings, uninterrupted, code)
 
 
-def test_terminated_run_saves_and_goes_on(settings, uninterrupted, tmp_path):
+def test_terminated_run_saves_and_goes_on(settings, uninterrupted):
     """SIGTERM: exit code 0, a checkpoint at the step reached, the same end."""
     metrics = Path(settings["output"]) / METRICS
 
@@ -154,10 +123,10 @@ def test_terminated_run_saves_and_goes_on(settings, uninterrupted, tmp_path):
     reached = max(record["step"] for record in learned(settings["output"]))
     assert names[-1] == f"step-{reached}"
     assert reached < 12
-    _ends_alike(settings, uninterrupted, tmp_path)
+    _ends_alike(settings, uninterrupted)
 
 
-def test_full_disk(settings, uninterrupted, tmp_path, monkeypatch):
+def test_full_disk(settings, uninterrupted, monkeypatch):
     """The run says so; the checkpoint before is whole and is gone on from."""
     fsync, count = os.fsync, 0
 
@@ -174,10 +143,10 @@ def test_full_disk(settings, uninterrupted, tmp_path, monkeypatch):
     monkeypatch.undo()
     folder = Path(settings["output"]) / "checkpoints"
     assert [path.name for path in folder.iterdir()] == ["step-4"]
-    _ends_alike(settings, uninterrupted, tmp_path)
+    _ends_alike(settings, uninterrupted)
 
 
-def test_damaged_checkpoint(settings, uninterrupted, tmp_path):
+def test_damaged_checkpoint(settings, uninterrupted):
     """It is named with its fault and with the intact one, which is used on request only."""
     assert run_in_process(run, settings) == 0
     folder = Path(settings["output"]) / "checkpoints"
@@ -202,7 +171,7 @@ def test_damaged_checkpoint(settings, uninterrupted, tmp_path):
     assert run_in_process(run, settings) == 0
     assert (folder / "step-12.aside").is_dir()
     del settings["checkpoint"]["resume_from"]
-    _ends_alike(settings, uninterrupted, tmp_path)
+    _ends_alike(settings, uninterrupted)
 
 
 def test_unknown_checkpoint(settings):
@@ -237,7 +206,7 @@ def test_run_of_gradients_that_are_not_finite_stops(settings):
     assert [batch["input_ids"].shape for batch in batches] == [(1, 256), (1, 256)]
 
 
-def test_kill_is_noticed_if_the_manifest_came_late(settings, monkeypatch, tmp_path):
+def test_kill_is_noticed_if_the_manifest_came_late(settings, monkeypatch):
     """The tests above can fail: a checkpoint that appears before it is whole is seen by them."""
     monkeypatch.setattr(checkpoints, "_manifest", lambda folder: {"__0_0.distcp": {"size": 1}})
     settings["phases"] = [{**settings["phases"][0], "steps": 4}]
