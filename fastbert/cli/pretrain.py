@@ -48,6 +48,8 @@ def pretrain(context: typer.Context) -> None:
 
 
 def _told(summary, output: str) -> str:
+    if summary.loss is None:
+        return f"all {summary.steps} steps were done before, in {output}"
     lines = [
         f"{'finished' if summary.finished else 'terminated and saved'} after {summary.steps} steps",
         f"loss {summary.loss:.4f} in the last step",

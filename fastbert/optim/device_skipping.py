@@ -50,7 +50,9 @@ class DeviceSkippingOptimizer(torch.optim.Optimizer):
             skip = self._skip(params[0].device)
             grads = [self._gradient(p.grad, skip) for p in params]
             states = [self._state(p) for p in params]
-            torch._foreach_add_([state["step"] for state in states], (~skip).float())
+            # One tensor for each: a single one for all would be read by the host.
+            counted = [(~skip).float()] * len(states)
+            torch._foreach_add_([state["step"] for state in states], counted)
             self._update(group, params, grads, states, skip)
         return loss
 

@@ -80,7 +80,10 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
     Raises:
         ConfigError: settings it does not accept.
     """
-    groups = decay_groups(model, config.weight_decay)
+    # Schedulers start from initial_lr; as a number here, so that they never read a tensor of rates.
+    groups = [
+        {**group, "initial_lr": config.lr} for group in decay_groups(model, config.weight_decay)
+    ]
     options = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     try:
         if config.name == "lamb":

@@ -17,7 +17,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, takewhile
 from pathlib import Path
@@ -54,14 +54,15 @@ class Summary:
 
     Attributes:
         steps: done in all. finished: whether these are all; False after SIGTERM.
-        loss: of the last step. skipped: steps of this process that changed nothing.
+        loss: of the last step; None if all were done before.
+        skipped: steps of this process that changed nothing.
         num_tokens: since this process began, of all. seconds: the time it took.
         heldout: the last evaluation, if there was one.
     """
 
     steps: int
     finished: bool
-    loss: float
+    loss: float | None
     skipped: int
     num_tokens: int
     seconds: float
@@ -120,9 +121,8 @@ class Pretraining:
         self.parallel_model = self.processes.distribute(self.model)
         self.step = self._graphed_step(_dropout_seed(config.seed, self.processes.rank))
         # Behind the step, which turns rates into tensors that schedulers then write into.
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, factor(config.schedule, config.num_steps)
-        )
+        self._factor = factor(config.schedule, config.num_steps)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._factor)
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints", config.checkpoint.keep, self.processes
         )
@@ -130,7 +130,8 @@ class Pretraining:
         self.steps_done = self.skipped_in_a_row = 0
         self._pending: deque[_Pending] = deque()
         self._recent: deque[_Pending] = deque(maxlen=config.max_skipped)
-        self._skipped, self._num_tokens, self._loss = 0, 0, float("nan")
+        self._skipped, self._num_tokens = 0, 0
+        self._loss: float | None = None
         self._asked_to_stop = self._stopping = False
         self._evaluation: Evaluation | None = None
 
@@ -140,10 +141,7 @@ class Pretraining:
         if self.processes.is_first:
             self._write_description()
         begun = time.perf_counter()
-        with (
-            self._open_journal() as self.journal,
-            self._terminable(),
-        ):
+        with self._open_journal() as self.journal, self._terminable():
             end = 0
             for number, phase in enumerate(self.config.phases):
                 end += phase.steps
@@ -163,32 +161,31 @@ class Pretraining:
         """Trains until `end` steps are done."""
         if self.place.phase != number:
             # Other sequences and shapes: a new epoch, and a new step to be captured.
+            self._drain()
             self.place = Place(phase=number, epoch=self.place.epoch + 1)
             state = self.step.state_dict()
             self.step = self._graphed_step(state["rng_state"])
             self.step.load_state_dict(state)
         stream = self._stream(number, self.corpus, self.place)
-        batches = prefetched(iter(stream))
-        while self.steps_done < end and not self._stopping:
-            self._train(islice(batches, stream.accumulation))
-            if self._is_due(self.config.evaluation.every) and self.heldout is not None:
-                self._evaluate(number)
-            if self._is_due(self.config.checkpoint.every) or self._stopping:
-                self._save()
-        batches.close()
+        with closing(prefetched(iter(stream))) as batches:
+            while self.steps_done < end and not self._stopping:
+                self._train(islice(batches, stream.accumulation))
+                if self._is_due(self.config.evaluation.every) and self.heldout is not None:
+                    self._evaluate(number)
+                if self._is_due(self.config.checkpoint.every) or self._stopping:
+                    self._save()
 
     def _train(self, stream: Iterator[TrainingBatch]) -> None:
         """One optimizer step; on a GPU its report is read in a later one."""
         begun = time.perf_counter()
         batches = list(stream)
-        lr = float(self.scheduler.get_last_lr()[0])
+        lr = self.config.optimizer.lr * self._factor(self.steps_done)
         report = self.step(*(batch.inputs for batch in batches))
         self.scheduler.step()
         seconds = time.perf_counter() - begun
         # Summed over the processes, so that all know the same and stop at the same step.
         num_tokens = sum(batch.num_tokens for batch in batches)
-        agreed = torch.tensor([num_tokens, int(self._asked_to_stop)], device=self.device)
-        self.processes.add(agreed)
+        agreed = self.processes.add(torch.tensor([num_tokens, int(self._asked_to_stop)]))
         self._pending.append(_Pending(self.steps_done, lr, seconds, batches, agreed))
         self.steps_done += 1
         self.place = batches[-1].place

@@ -52,7 +52,8 @@ def joined(device: torch.device) -> Iterator[Processes]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Processes()
         return
-    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    # What the host asks goes by gloo, so that it never waits for a GPU.
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         yield Processes(distributed.get_rank(), distributed.get_world_size())
     finally:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 import fastbert
-from fastbert import dispatch
+from fastbert import dispatch, optim
 from fastbert.ops import index_flags
 from fastbert.padding import IGNORE_INDEX, pack
 from fastbert.testing.inputs import small_bert_config
@@ -234,15 +234,21 @@ def no_values(monkeypatch):
         yield
 
 
-def _fake_step(dtype=None, scaler=None):
+def _fake_step(dtype=None, scaler=None, optimizer="AdamW"):
     model = _model()
-    return GraphedStep(model, _adamw(model), dtype=dtype, scaler=scaler)
+    if optimizer == "AdamW":
+        optimizer = _adamw(model)
+    else:
+        optimizer = getattr(optim, optimizer)(optim.decay_groups(model, 0.01))
+    return GraphedStep(model, optimizer, dtype=dtype, scaler=scaler)
 
 
+@pytest.mark.parametrize("optimizer", ["AdamW", "LAMB", "StableAdamW"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
-def test_step_never_waits(no_values, dtype):
-    """Forward, backward, clipping and AdamW with nothing read by the host."""
-    step = _fake_step(dtype, torch.amp.GradScaler("cpu") if dtype is torch.float16 else None)
+def test_step_never_waits(no_values, dtype, optimizer):
+    """Forward, backward, clipping and update with nothing read by the host."""
+    scaler = torch.amp.GradScaler("cpu") if dtype is torch.float16 else None
+    step = _fake_step(dtype, scaler, optimizer)
     for seed in range(2):
         assert step(_fake_batch(seed)) is None
     with pytest.raises(DataDependentOutputException):

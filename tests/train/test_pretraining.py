@@ -17,7 +17,8 @@ import fastbert
 from fastbert.cli.main import app
 from fastbert.data import prepare, train_tokenizer
 from fastbert.testing.models import assert_packed
-from fastbert.train import building, pretraining
+from fastbert.testing.runs import learned
+from fastbert.train import GraphedStep, building, pretraining
 from fastbert.train.config import ConfigError, config_from, read_config
 from fastbert.train.evaluation import evaluate
 from fastbert.train.exporting import export
@@ -165,6 +166,22 @@ def _padded(batch) -> dict[str, torch.Tensor]:
         )
         for name, value in names.items()
     }
+
+
+def late_step(lag: int):
+    return lambda *args, **options: GraphedStep(*args, **{**options, "lag": lag})
+
+
+def test_reports_that_come_late_change_nothing(settings, monkeypatch):
+    """As on a GPU, where a step's report is read two steps later: over phases and saves."""
+    outcomes = []
+    for lag in (0, 2):
+        monkeypatch.setattr(pretraining, "GraphedStep", late_step(lag))
+        settings["output"] += "_"
+        assert pretrain(config_from(settings)).steps == 12
+        outcomes.append(learned(settings["output"]))
+    assert [r["step"] for r in outcomes[0] if r["loss"] is not None] == list(range(1, 13))
+    assert outcomes[0] == outcomes[1]
 
 
 def test_evaluation_equals_the_model(settings):
