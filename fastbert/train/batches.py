@@ -175,14 +175,19 @@ class BatchStream:
             )
         pairs = next_sentence_pairs if data.sequences == "next_sentence" else sentence_order_pairs
         # Static masking repeats the pairs with their masks, as BERT's duplicated data does.
-        return pairs(
-            documents,
-            self._special,
-            length,
-            seed=seed,
-            epoch=self._masking.epoch_of_masks(epoch),
-            short_share=data.short_share,
-        )
+        try:
+            return pairs(
+                documents,
+                self._special,
+                length,
+                seed=seed,
+                epoch=self._masking.epoch_of_masks(epoch),
+                short_share=data.short_share,
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f"shard {self._corpus.shards[shard]} of {self._corpus.folder}: {error}"
+            ) from error
 
     def _batch(self, sequences, indices, seed: int, place: Place) -> TrainingBatch:
         step = self._first_step + (place.batches - 1) // self.accumulation

@@ -34,7 +34,7 @@ from transformers import AutoTokenizer
 from fastbert.data import Corpus
 from fastbert.data.corpus import write_atomically
 from fastbert.train import building
-from fastbert.train.batches import BatchStream, Place, TrainingBatch, prefetched
+from fastbert.train.batches import BatchStream, Place, TrainingBatch, masking_of, prefetched
 from fastbert.train.checkpoints import Checkpoints
 from fastbert.train.config import ConfigError, PretrainConfig, check, differences
 from fastbert.train.evaluation import Evaluation, evaluate
@@ -102,6 +102,7 @@ class Pretraining:
         self.processes = Processes() if processes is None else processes
         self.device = building.device_of(config)
         check(config, num_ranks=self.processes.size, has_gpu=self.device.type == "cuda")
+        masking_of(config.data.masking, config.num_steps)
         self.config, self.folder = config, Path(config.output)
         _check_same_run(self.folder, config)
         _seed_everything(config.seed)

@@ -110,6 +110,17 @@ def test_empty_corpus_is_refused(corpora):
         next(iter(_stream(corpora, num_ranks=99)))
 
 
+def test_pairs_of_a_single_document_are_refused(corpora, tmp_path):
+    folder = shutil.copytree(corpora / "train", tmp_path / "corpus")
+    shutil.rmtree(folder / "00000")
+    write_shard(folder / "00000", Documents.of([[[7, 8, 9], [10, 11]]], np.uint16))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    data = DataConfig(sequences="next_sentence")
+    stream = BatchStream(Corpus.open(folder), tokenizer, data, PHASE, num_steps=9, seed=3)
+    with pytest.raises(ConfigError, match=r"shard 00000 of .*two documents or more, got 1"):
+        next(iter(stream))
+
+
 def test_settings_that_exclude_each_other():
 
     with pytest.raises(ConfigError, match=r"data.masking: fixed_count needs unit='token'"):

@@ -4,7 +4,9 @@ steps."""
 import copy
 import json
 import math
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -276,6 +278,24 @@ def test_progress_line_tells_what_is_known():
     assert describe(values) == "loss 2.500, lr 0.0001, 12,346 tokens/s, padding 3%"
     assert "held-out accuracy 41.0%, " in describe({**values, "heldout_accuracy": 0.41})
     assert "MFU 38%" in describe({**values, "mfu": 0.38})
+
+
+def test_wandb_gets_what_is_logged(settings, monkeypatch):
+    """Its three calls, and the remedy where it is missing."""
+    settings["log"]["wandb_project"] = "berts"
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        pretrain(config_from(settings))
+    wandb = mock.MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    pretrain(config_from(settings))
+    assert wandb.init.call_args.kwargs["project"] == "berts"
+    assert wandb.init.call_args.kwargs["config"]["optimizer"]["lr"] == 2e-3
+    logged = wandb.init.return_value.log.call_args_list
+    losses = {c.kwargs["step"]: c.args[0]["loss"] for c in logged if "loss" in c.args[0]}
+    records = [r for r in learned(settings["output"]) if r["loss"] is not None]
+    assert losses == {r["step"]: r["loss"] for r in records}
+    wandb.init.return_value.finish.assert_called_once_with(exit_code=0)
 
 
 def test_curves_are_averaged(tmp_path):
