@@ -74,6 +74,13 @@ def build_model(config: ModelConfig, tokenizer, *, pairs: bool, max_length: int)
     return model.float().train()
 
 
+def checkpoint_activations(model: nn.Module) -> None:
+    """Makes layers keep their input alone; dropout is drawn again as it was."""
+    # transformers 5.24 renamed it.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)()
+
+
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer that can skip a step on the device.
 

@@ -150,6 +150,8 @@ class PretrainConfig:
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
+    activation_checkpointing: bool = False
+    """Layers keep their input alone and are computed again in the backward pass."""
     max_skipped: int = 25
     """Steps in a row with gradients that are not finite after which the run stops."""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -115,6 +115,8 @@ class Pretraining:
             pairs=config.data.sequences != "packed",
             max_length=max(phase.max_length for phase in config.phases),
         ).to(self.device)
+        if config.activation_checkpointing:
+            building.checkpoint_activations(self.model)
         if config.precision == "tf32":
             torch.set_float32_matmul_precision("high")
         self.optimizer = building.build_optimizer(config.optimizer, self.model)

@@ -170,6 +170,29 @@ def _padded(batch) -> dict[str, torch.Tensor]:
     }
 
 
+def test_checkpointed_activations_change_nothing(settings):
+    """Bitwise, with dropout; and less is kept for the backward pass."""
+    outcomes, kept = [], []
+    for checkpointing in (False, True):
+        settings |= {
+            "activation_checkpointing": checkpointing,
+            "output": settings["output"] + "_",
+        }
+        run = Pretraining(config_from(settings))
+        batch = next(iter(run._stream(0, run.corpus, pretraining.Place()))).inputs
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, sizes=sizes: sizes.append(t.numel()) or t, lambda t: t
+        ):
+            loss = run.model(**batch, rng_state=torch.tensor([1, 2])).loss
+        loss.backward()
+        kept.append(sum(sizes))
+        run.run()
+        outcomes.append(learned(settings["output"]))
+    assert outcomes[0] == outcomes[1]
+    assert kept[1] < 0.6 * kept[0]
+
+
 def late_step(lag: int):
     return lambda *args, **options: GraphedStep(*args, **{**options, "lag": lag})
 
