@@ -97,7 +97,7 @@ class Checkpoints:
             CheckpointError: there is none of that name, or it is damaged.
         """
         path = self.folder / name
-        if not path.is_dir():
+        if name not in self.names():
             raise CheckpointError(
                 f"{path} does not exist; there are {', '.join(self.names()) or 'none'}"
             )
@@ -119,7 +119,7 @@ class Checkpoints:
         names = self.names()
         later = names[names.index(name) + 1 :]
         self._processes.wait()
-        for other in later if self._processes.is_first else ():
+        for other in reversed(later) if self._processes.is_first else ():
             aside = self.folder / f"{other}.aside"
             shutil.rmtree(aside, ignore_errors=True)
             os.rename(self.folder / other, aside)
