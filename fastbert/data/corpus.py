@@ -147,9 +147,9 @@ def write_shard(folder: Path, documents: Documents) -> dict[str, int]:
         "tokens": len(documents.ids),
     }
     _write_durably(part / "counts.json", json.dumps(counts).encode())
-    _sync_folder(part)
+    sync_folder(part)
     part.rename(folder)
-    _sync_folder(folder.parent)
+    sync_folder(folder.parent)
     return counts
 
 
@@ -165,7 +165,7 @@ def write_atomically(path: Path, text: str) -> None:
     part = path.with_name(path.name + ".part")
     _write_durably(part, text.encode())
     part.replace(path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def _write_durably(path: Path, content: bytes) -> None:
@@ -175,7 +175,7 @@ def _write_durably(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Makes names durable; systems without folders that open (Windows) have no need of it."""
     if os.name != "posix":
         return

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
 
-from fastbert.data.corpus import write_atomically
+from fastbert.data.corpus import sync_folder, write_atomically
 from fastbert.train.processes import Processes
 
 MANIFEST = "manifest.json"
@@ -86,7 +86,7 @@ class Checkpoints:
         """Gives what is complete its name, and removes the oldest."""
         write_atomically(part / MANIFEST, json.dumps(_manifest(part), indent=1))
         os.rename(part, target)
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
         for name in self.names()[: -self.keep]:
             self._remove(self.folder / name)
 
@@ -188,11 +188,3 @@ def _reason(error: BaseException) -> str:
         causes = [cause for cause, _ in error.failures.values()]
         return "; ".join(str(cause) for cause in causes)
     return str(error)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -191,7 +191,7 @@ def _killed(inputs, tokenizer, folder, fatal):
             return call
 
         storage._write_durably = counted(storage._write_durably)
-        storage._sync_folder = counted(storage._sync_folder)
+        storage.sync_folder = counted(storage.sync_folder)
         os.fsync = counted(os.fsync)
         _prepare(inputs, tokenizer, folder, piece_bytes=1)
         os._exit(0)
