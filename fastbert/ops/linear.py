@@ -32,8 +32,7 @@ def _fwd_kernel_reasons(x, weights, *_) -> list[str]:
 def _bwd_kernel_reasons(
     dy, x, weights, biases, need_dx, need_dweights, dresidual=None
 ) -> list[str]:
-    gradients = {"dy": dy} if dresidual is None else {"dy": dy, "dresidual": dresidual}
-    return dtype_reasons(**gradients) + _fwd_kernel_reasons(x, weights)
+    return dtype_reasons(dy=dy, dresidual=dresidual) + _fwd_kernel_reasons(x, weights)
 
 
 linear_fwd = dispatch.register_op(
@@ -59,9 +58,9 @@ linear_bwd = dispatch.register_op(
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, dtype, return_input, count, *parameters):
+    def forward(ctx, x, return_input, count, *parameters):
         weights, biases = list(parameters[:count]), list(parameters[count:])
-        rows = x.to(dtype)
+        rows = autocast_input(x)
         ctx.save_for_backward(rows, *parameters)
         ctx.count = count
         ctx.input_dtype = x.dtype
@@ -78,8 +77,8 @@ class _Linear(torch.autograd.Function):
         needs = ctx.needs_input_grad
         if dy is None:
             return dresidual, *(None,) * (len(needs) - 1)
-        first_bias = 4 + ctx.count
-        need_dweights, need_dbiases = any(needs[4:first_bias]), any(needs[first_bias:])
+        first_bias = 3 + ctx.count
+        need_dweights, need_dbiases = any(needs[3:first_bias]), any(needs[first_bias:])
         with dispatch.bound(ctx.binding):
             dx, dweights, dbiases = linear_bwd(
                 dy, x, weights, biases if need_dbiases else [], needs[0], need_dweights, dresidual
@@ -88,10 +87,11 @@ class _Linear(torch.autograd.Function):
             *(dweights if need_dweights else [None] * len(weights)),
             *(dbiases if need_dbiases else [None] * len(biases)),
         ]
-        wanted = zip(gradients, needs[4:], strict=True)
+        wanted = zip(gradients, needs[3:], strict=True)
         return (
             dx.to(ctx.input_dtype) if needs[0] else None,
-            *(None,) * 3,
+            None,
+            None,
             *(g if need else None for g, need in wanted),
         )
 
@@ -130,10 +130,9 @@ def linear(
         check_linear("linear", x, matrix, biases[index] if index < len(biases) else None)
     if biases and len(biases) != len(weights):
         raise ValueError(f"linear: got {len(weights)} weights, but {len(biases)} biases")
-    dtype = dispatch.autocast_dtype(x.device) or x.dtype
     if dispatch.needs_grad(x, *weights, *biases):
-        return _Linear.apply(x, dtype, return_input, len(weights), *weights, *biases)
-    y = linear_fwd(x.to(dtype), weights, biases, packed)
+        return _Linear.apply(x, return_input, len(weights), *weights, *biases)
+    y = linear_fwd(autocast_input(x), weights, biases, packed)
     return (y, x) if return_input else y
 
 

@@ -134,9 +134,21 @@ def _bwd_kernel_reasons(dy, x, weight, *_) -> list[str]:
     return dtype_reasons(dy=dy, x=x, weight=weight)
 
 
-def _mlp_bwd_kernel_reasons(dout, x, weight_in, bias_in, preact, weight_out, *rest) -> list[str]:
-    gradients = {"dresidual": rest[3]} if rest[3:] and rest[3] is not None else {}
-    return dtype_reasons(dout=dout, x=x, weight_in=weight_in, weight_out=weight_out, **gradients)
+def _mlp_bwd_kernel_reasons(
+    dout,
+    x,
+    weight_in,
+    bias_in,
+    preact,
+    weight_out,
+    bias_out,
+    approximate,
+    needs,
+    dresidual=None,
+) -> list[str]:
+    return dtype_reasons(
+        dout=dout, x=x, weight_in=weight_in, weight_out=weight_out, dresidual=dresidual
+    )
 
 
 linear_gelu_fwd = dispatch.register_op(
@@ -210,8 +222,8 @@ class _LinearGelu(torch.autograd.Function):
 
 class _GeluMlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, dtype, return_input, weight_in, bias_in, weight_out, bias_out, approximate):
-        rows = x.to(dtype)
+    def forward(ctx, x, return_input, weight_in, bias_in, weight_out, bias_out, approximate):
+        rows = autocast_input(x)
         y, preact = linear_gelu_fwd(rows, weight_in, bias_in, None, approximate, True)
         ctx.save_for_backward(rows, weight_in, bias_in, preact, weight_out, bias_out)
         ctx.approximate = approximate
@@ -225,9 +237,9 @@ class _GeluMlp(torch.autograd.Function):
     def backward(ctx, dout, dresidual=None):
         dispatch.refuse_second_order("gelu_mlp")
         x, weight_in, bias_in, preact, weight_out, bias_out = ctx.saved_tensors
-        need_dx, _, _, *needs, _ = ctx.needs_input_grad
+        need_dx, _, *needs, _ = ctx.needs_input_grad
         if dout is None:
-            return dresidual, *(None,) * 7
+            return dresidual, *(None,) * 6
         with dispatch.bound(ctx.binding):
             dx, *gradients = gelu_mlp_bwd(
                 dout,
@@ -243,7 +255,6 @@ class _GeluMlp(torch.autograd.Function):
             )
         return (
             dx.to(ctx.input_dtype) if need_dx else None,
-            None,
             None,
             *(g if need else None for g, need in zip(gradients, needs, strict=True)),
             None,
@@ -326,10 +337,9 @@ def gelu_mlp(
             f"gelu_mlp: bias_out must have shape ({weight_out.shape[0]},), got "
             f"{tuple(bias_out.shape)}"
         )
-    dtype = dispatch.autocast_dtype(x.device) or x.dtype
     parameters = (weight_in, bias_in, weight_out, bias_out)
     if dispatch.needs_grad(x, *parameters):
-        return _GeluMlp.apply(x, dtype, return_input, *parameters, approximate)
-    y, _ = linear_gelu_fwd(x.to(dtype), weight_in, bias_in, packed_in, approximate, False)
+        return _GeluMlp.apply(x, return_input, *parameters, approximate)
+    y, _ = linear_gelu_fwd(autocast_input(x), weight_in, bias_in, packed_in, approximate, False)
     out = linear_fwd(y, [weight_out], [] if bias_out is None else [bias_out], packed_out)
     return (out, x) if return_input else out
