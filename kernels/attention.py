@@ -32,6 +32,14 @@ BLOCK_B = 256
 
 
 @triton.jit
+def rows_of(cu_seqlens_ptr, sequence, num_sequences, num_rows):
+    """First row and number of rows of a sequence; of the idle rows where it is `num_sequences`."""
+    start = tl.load(cu_seqlens_ptr + sequence)
+    following = tl.load(cu_seqlens_ptr + tl.minimum(sequence + 1, num_sequences))
+    return start, tl.where(sequence == num_sequences, num_rows, following) - start
+
+
+@triton.jit
 def find_block(cu_seqlens_ptr, num_sequences, num_rows, BLOCK: tl.constexpr, BLOCK_B: tl.constexpr):
     """Of this program's slot: its sequence (`num_sequences`: the idle rows), that one's first row
     and length, and the block's first row within it."""
@@ -42,11 +50,9 @@ def find_block(cu_seqlens_ptr, num_sequences, num_rows, BLOCK: tl.constexpr, BLO
         end = tl.load(cu_seqlens_ptr + index, mask=index <= num_sequences, other=0)
         passed = (index <= num_sequences) & (end // BLOCK + index <= slot)
         sequence += tl.sum(passed.to(tl.int32), 0)
-    start = tl.load(cu_seqlens_ptr + sequence)
-    following = tl.load(cu_seqlens_ptr + tl.minimum(sequence + 1, num_sequences))
-    end = tl.where(sequence == num_sequences, num_rows, following)
+    start, length = rows_of(cu_seqlens_ptr, sequence, num_sequences, num_rows)
     first = (slot - start // BLOCK - sequence) * BLOCK
-    return sequence, start, end - start, first
+    return sequence, start, length, first
 
 
 @triton.jit
@@ -57,14 +63,6 @@ def other_rows(cu_seqlens_ptr, sequence, num_sequences):
         start = tl.load(cu_seqlens_ptr + sequence)
         length = tl.load(cu_seqlens_ptr + sequence + 1) - start
     return start, length
-
-
-@triton.jit
-def rows_of(cu_seqlens_ptr, sequence, num_sequences, num_rows):
-    """First row and number of rows of a sequence; of the idle rows where it is `num_sequences`."""
-    start = tl.load(cu_seqlens_ptr + sequence)
-    following = tl.load(cu_seqlens_ptr + tl.minimum(sequence + 1, num_sequences))
-    return start, tl.where(sequence == num_sequences, num_rows, following) - start
 
 
 @triton.jit
@@ -203,6 +201,42 @@ def probabilities(scores, lse, visible):
     return tl.where(visible, tl.exp2(scores - finite[:, None]), 0.0)
 
 
+@triton.jit
+def tile_gradients(
+    q,
+    k,
+    v,
+    dout,
+    lse,
+    delta,
+    visible,
+    rng_state_ptr,
+    first,
+    first_key,
+    place,
+    softmax_scale,
+    threshold,
+    dropout_scale,
+    site,
+    DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Of a tile (queries, keys): what multiplied v, and the gradient of the scores, unscaled."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (softmax_scale * LOG2_E)
+    weights = probabilities(scores, lse, visible)
+    dweights = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+    dropped = weights
+    if DROPOUT:
+        keep = keep_scores(
+            rng_state_ptr, first, first_key, place, threshold, site, BLOCK_Q, BLOCK_K
+        )
+        dropped = tl.where(keep, weights * dropout_scale, 0.0)
+        dweights = tl.where(keep, dweights * dropout_scale, 0.0)
+    return dropped, weights * (dweights - delta[:, None])
+
+
 @triton.jit(do_not_specialize=["threshold", "site"])
 def _attention_bwd_dq_kernel(
     dout_ptr,  # (Tq, N, D), contiguous
@@ -263,17 +297,28 @@ def _attention_bwd_dq_kernel(
     for first_key in range(low, high, BLOCK_K):
         key = first_key + tl.arange(0, BLOCK_K)
         k = head_rows(k_ptr, start_k, key, num_keys, k_row, k_head, D, BLOCK_D)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (softmax_scale * LOG2_E)
-        weights = probabilities(scores, lse, seen(query, key, num_keys, left, right, WINDOW))
         v = head_rows(v_ptr, start_k, key, num_keys, v_row, v_head, D, BLOCK_D)
-        dweights = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
-        if DROPOUT:
-            place = sequence_head(sequence, num_heads)
-            keep = keep_scores(
-                rng_state_ptr, first, first_key, place, threshold, site, BLOCK_Q, BLOCK_K
-            )
-            dweights = tl.where(keep, dweights * dropout_scale, 0.0)
-        dscores = weights * (dweights - delta[:, None])
+        _, dscores = tile_gradients(
+            q,
+            k,
+            v,
+            dout,
+            lse,
+            delta,
+            seen(query, key, num_keys, left, right, WINDOW),
+            rng_state_ptr,
+            first,
+            first_key,
+            sequence_head(sequence, num_heads),
+            softmax_scale,
+            threshold,
+            dropout_scale,
+            site,
+            DROPOUT,
+            PRECISION,
+            BLOCK_Q,
+            BLOCK_K,
+        )
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
     store_head_rows(
         dq_ptr, dq * softmax_scale, start_q, query, num_queries, dq_row, dq_head, D, BLOCK_D
@@ -341,19 +386,28 @@ def _attention_bwd_dkv_kernel(
         at = head.to(tl.int64) * num_rows_q + start_q + query
         lse = tl.load(lse_ptr + at, mask=query < num_queries, other=float("-inf")) * LOG2_E
         delta = tl.load(delta_ptr + at, mask=query < num_queries, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (softmax_scale * LOG2_E)
-        weights = probabilities(scores, lse, seen(query, key, num_keys, left, right, WINDOW))
-        dweights = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
-        dropped = weights
-        if DROPOUT:
-            place = sequence_head(sequence, num_heads)
-            keep = keep_scores(
-                rng_state_ptr, first, first_key, place, threshold, site, BLOCK_Q, BLOCK_K
-            )
-            dropped = tl.where(keep, weights * dropout_scale, 0.0)
-            dweights = tl.where(keep, dweights * dropout_scale, 0.0)
+        dropped, dscores = tile_gradients(
+            q,
+            k,
+            v,
+            dout,
+            lse,
+            delta,
+            seen(query, key, num_keys, left, right, WINDOW),
+            rng_state_ptr,
+            first,
+            first_key,
+            sequence_head(sequence, num_heads),
+            softmax_scale,
+            threshold,
+            dropout_scale,
+            site,
+            DROPOUT,
+            PRECISION,
+            BLOCK_Q,
+            BLOCK_K,
+        )
         dv = tl.dot(tl.trans(dropped.to(v.dtype)), dout, dv, input_precision=PRECISION)
-        dscores = weights * (dweights - delta[:, None])
         dk = tl.dot(tl.trans(dscores.to(k.dtype)), q, dk, input_precision=PRECISION)
     store_head_rows(dk_ptr, dk * softmax_scale, start_k, key, num_keys, dk_row, dk_head, D, BLOCK_D)
     store_head_rows(dv_ptr, dv, start_k, key, num_keys, dk_row, dk_head, D, BLOCK_D)
@@ -437,19 +491,29 @@ def _attention_bwd_kernel(
             at = head.to(tl.int64) * num_rows_q + start_q + query
             lse = tl.load(lse_ptr + at, mask=query < num_queries, other=float("-inf")) * LOG2_E
             delta = tl.load(delta_ptr + at, mask=query < num_queries, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (softmax_scale * LOG2_E)
-            weights = probabilities(scores, lse, seen(query, key, num_keys, 0, 0, False))
-            dweights = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
-            dropped = weights
-            if DROPOUT:
-                place = sequence_head(sequence, num_heads)
-                keep = keep_scores(
-                    rng_state_ptr, first, first_key, place, threshold, site, BLOCK_Q, BLOCK_K
-                )
-                dropped = tl.where(keep, weights * dropout_scale, 0.0)
-                dweights = tl.where(keep, dweights * dropout_scale, 0.0)
+            dropped, dscores = tile_gradients(
+                q,
+                k,
+                v,
+                dout,
+                lse,
+                delta,
+                seen(query, key, num_keys, 0, 0, False),
+                rng_state_ptr,
+                first,
+                first_key,
+                sequence_head(sequence, num_heads),
+                softmax_scale,
+                threshold,
+                dropout_scale,
+                site,
+                DROPOUT,
+                PRECISION,
+                BLOCK_Q,
+                BLOCK_K,
+            )
             dv = tl.dot(tl.trans(dropped.to(v.dtype)), dout, dv, input_precision=PRECISION)
-            dscores = (weights * (dweights - delta[:, None])).to(k.dtype)
+            dscores = dscores.to(k.dtype)
             dk = tl.dot(tl.trans(dscores), q, dk, input_precision=PRECISION)
             # Masked by their counts: nothing is read before the second block of keys, no sum is
             # kept after the last.
