@@ -77,7 +77,7 @@ ARROWS = {
     "fastbert.peers": {"fastbert.dispatch"},
     "fastbert.tune": {"fastbert.kernels", "fastbert.ops"},
     "fastbert.env": {"fastbert", "fastbert.dispatch", "fastbert.extension", "fastbert.peers"},
-    "fastbert.data": {"fastbert.data"},
+    "fastbert.data": {"fastbert.data", "fastbert.padding"},
     "fastbert.cli": {"fastbert.cli"},
     "fastbert.__main__": {"fastbert.cli"},
 }

@@ -17,8 +17,8 @@ import numpy as np
 
 from fastbert.data.noise import ACTION, LENGTH, REPLACEMENT, SELECT
 from fastbert.data.vocabulary import Vocabulary, word_starts
+from fastbert.padding import IGNORE_INDEX
 
-IGNORED = -100
 UNITS = ("token", "word", "span")
 SELECTIONS = ("bernoulli", "rounded")
 _FULL = 1 << 32
@@ -140,7 +140,7 @@ class MaskedTokens:
 
     def dense_labels(self) -> np.ndarray:
         """`(T,)` int64, -100 where nothing is predicted."""
-        dense = np.full(len(self.input_ids), IGNORED, np.int64)
+        dense = np.full(len(self.input_ids), IGNORE_INDEX, np.int64)
         dense[self.positions] = self.labels
         return dense
 
@@ -157,7 +157,7 @@ class MaskedTokens:
             )
         return (
             np.pad(self.positions, (0, missing)),
-            np.pad(self.labels, (0, missing), constant_values=IGNORED),
+            np.pad(self.labels, (0, missing), constant_values=IGNORE_INDEX),
         )
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
-from fastbert.data.masking import IGNORED, MaskedTokens, Masking, mask_tokens
+from fastbert.data.masking import MaskedTokens, Masking, mask_tokens
 from fastbert.data.noise import sequence_noise
 from fastbert.data.vocabulary import Vocabulary
+from fastbert.padding import IGNORE_INDEX
 
 
 def cu_seqlens_of(lengths: np.ndarray) -> np.ndarray:
@@ -121,7 +122,7 @@ class Batch:
             "input_ids": (sequences.input_ids, pad_id),
             "token_type_ids": (sequences.token_type_ids, 0),
             "attention_mask": (np.ones(len(sequences.input_ids), np.int64), 0),
-            "labels": (self.masked.dense_labels(), IGNORED),
+            "labels": (self.masked.dense_labels(), IGNORE_INDEX),
         }
         tensors = {
             name: pad_rows(flat, sequences.cu_seqlens, value, multiple_of=multiple_of)

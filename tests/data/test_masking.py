@@ -16,10 +16,11 @@ from fastbert.data import (
     mask_tokens,
     masked_batch,
 )
-from fastbert.data.masking import IGNORED, UNITS
+from fastbert.data.masking import UNITS
 from fastbert.data.noise import generator, sequence_noise, token_noise
 from fastbert.data.sequences import Sequences, cu_seqlens_of
 from fastbert.data.vocabulary import word_starts
+from fastbert.padding import IGNORE_INDEX
 from fastbert.testing.proportions import assert_proportion
 
 MILLION = 1_000_000
@@ -183,7 +184,7 @@ def test_what_masking_never_does(rows, unit, selection, rate, seed):
     cu_seqlens = cu_seqlens_of(np.array([len(row) for row in rows], np.int64))
     masked = _mask(ids, cu_seqlens, Masking(rate, unit=unit, selection=selection), seed)
     labels = masked.dense_labels()
-    predicted = labels != IGNORED
+    predicted = labels != IGNORE_INDEX
     assert (labels[predicted] == ids[predicted]).all()
     assert (masked.input_ids[~predicted] == ids[~predicted]).all()
     assert not predicted[ids < 5].any()
@@ -254,7 +255,7 @@ def test_padded_to_a_fixed_size():
     positions, labels = masked.padded(16)
     count = len(masked.positions)
     assert (positions[:count] == masked.positions).all() and (labels[:count] >= 5).all()
-    assert (labels[count:] == IGNORED).all() and len(positions) == len(labels) == 16
+    assert (labels[count:] == IGNORE_INDEX).all() and len(positions) == len(labels) == 16
     with pytest.raises(ValueError, match="count is 1, but"):
         masked.padded(1)
 
