@@ -23,7 +23,8 @@ test: .venv/.installed build/models/.installed
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow" tests
 
 test-full: .venv/.installed build/models/.installed build/older-triton/.installed
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile \
+		--hypothesis-profile=explore tests
 	PYTHONPATH=build/older-triton $(PY) benchmarks/gpu/kernel_report.py --check
 	$(MAKE) test-emulated
 	$(PY) tests/teeth.py

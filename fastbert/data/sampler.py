@@ -163,9 +163,10 @@ class TokenBudgetSampler:
             excess = max(int(lengths[b].sum()) for b in batches) - self.tokens_per_batch
             if excess <= 0:
                 return [np.sort(ahead[batch]) for batch in batches], place + count
-            # The sum fits, but not every share of it: leave as much room on every rank.
-            target = min(target, int(ends[count - 1])) - excess * self.num_ranks
-            count = int(np.searchsorted(ends, target, side="right"))
+            # The sum fits, but not every share of it: leave as much room on every rank. One
+            # sequence for each always fits.
+            target = int(ends[count - 1]) - excess * self.num_ranks
+            count = max(int(np.searchsorted(ends, target, side="right")), self.num_ranks)
         return None
 
     def _window(self, order: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:

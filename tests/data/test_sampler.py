@@ -41,6 +41,12 @@ def test_every_sequence_once_within_the_budget(lengths, budget, num_ranks, shuff
     assert samplers[0].epoch == 1
 
 
+def test_a_step_that_fits_only_with_one_sequence_a_rank_is_made():
+    """All five fit 3 x 30 in sum, but two of 27 leave no rank with room for two of 10."""
+    steps = _steps(_samplers([27, 27, 10, 10, 10], 30, 3, shuffle=False))
+    assert steps == [([0], [1], [2])]
+
+
 @pytest.mark.parametrize("num_ranks", [2, 8, 32])
 @pytest.mark.parametrize("law", ["uniform", "long tail"])
 def test_ranks_differ_by_less_than_two_percent(law, num_ranks):
