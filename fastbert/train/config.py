@@ -113,6 +113,16 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """Several processes; without effect in one (docs/pretraining.md, Scale)."""
+
+    mode: Literal["ddp", "zero1", "fsdp"] = "ddp"
+    """Everything whole in each process; optimizer state in parts; weights and gradients, too."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """In which gradients are sent."""
+
+
+@dataclass(frozen=True)
 class EvaluationConfig:
     """Held-out loss, accuracy and perplexity of masked tokens."""
 
@@ -159,6 +169,7 @@ class PretrainConfig:
     phases: tuple[Phase, ...] = (Phase(),)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)

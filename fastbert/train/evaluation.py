@@ -9,6 +9,7 @@ from torch import nn
 
 from fastbert.padding import IGNORE_INDEX
 from fastbert.train.batches import TrainingBatch
+from fastbert.train.parallel import whole_weights
 from fastbert.train.processes import Processes
 
 
@@ -51,7 +52,8 @@ def evaluate(
                 k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v
                 for k, v in batch.inputs.items()
             }
-            with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+            autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+            with autocast, whole_weights(model):
                 sums += _sums(model, inputs)
     finally:
         model.train(was_training)

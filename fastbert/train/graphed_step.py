@@ -9,17 +9,16 @@ back and read some steps later.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from fastbert.capture import capture, warm_up
 from fastbert.ops import index_flags
 from fastbert.ops.philox import check_rng_state
 from fastbert.padding import IGNORE_INDEX
+from fastbert.train import parallel
 
 WARM_UP_STEPS = 3
 """Steps run as they are before the capture: libraries make their workspaces in them."""
@@ -43,9 +42,9 @@ class StepReport:
     num_labels: int
 
 
-def model_loss(model: nn.Module, batch: Mapping, rng_state, num_labels) -> torch.Tensor:
+def model_loss(model: nn.Module, batch: Mapping, rng_state, num_labels, **options) -> torch.Tensor:
     """The loss of a fastbert head: the sum over the batch's labels over `num_labels`."""
-    return model(**batch, rng_state=rng_state, num_items_in_batch=num_labels).loss
+    return model(**batch, rng_state=rng_state, num_items_in_batch=num_labels, **options).loss
 
 
 class GraphedStep:
@@ -59,12 +58,13 @@ class GraphedStep:
     The learning rate is a tensor in the optimizer's groups, so torch's schedulers act on it between
     calls.
 
-    In `DistributedDataParallel` the loss is the mean over the labels of all processes, whatever
-    share of them each has; gradients are exchanged once a step, and no graph is captured.
+    In several processes (`fastbert.train.parallel.distribute`) the loss is the mean over the labels
+    of all of them, whatever share each has; gradients are exchanged once a step, and no graph is
+    captured.
 
     Args:
-        model: on one device, maybe in `DistributedDataParallel`; its forward takes the batch's
-            keys.
+        model: on one device, maybe in `DistributedDataParallel` or sharded by FSDP2; its forward
+            takes the batch's keys.
         optimizer: of torch with `fused=True` (Adam, AdamW, SGD, Adagrad), or any that leaves
             weights and state alone where its attribute `found_inf` is 1
             (`_step_supports_amp_scaling`, as torch calls it).
@@ -108,7 +108,7 @@ class GraphedStep:
             raise ValueError(f"lag must be 0 or more, got {lag}")
         if graph and self.device.type != "cuda":
             raise ValueError(f"graph=True needs a model on a GPU, this one is on {self.device}")
-        self._is_distributed = isinstance(model, DistributedDataParallel)
+        self._is_distributed = parallel.is_distributed(model)
         if graph and self._is_distributed:
             raise ValueError("graph=True is for one process, this model is distributed")
         if rng_state is None:
@@ -182,7 +182,7 @@ class GraphedStep:
             share = share / distributed.get_world_size()
         losses = []
         for number, batch in enumerate(self._inputs, 1):
-            with self._exchange(is_due=number == len(self._inputs)):
+            with parallel.exchanging(self.model, is_due=number == len(self._inputs)):
                 losses.append(self._forward_backward(batch, share))
         loss = torch.stack(losses).sum()
         if self._is_distributed:
@@ -206,16 +206,12 @@ class GraphedStep:
         if self._is_distributed:
             distributed.all_reduce(value)
 
-    def _exchange(self, *, is_due: bool) -> AbstractContextManager:
-        """In the block, a backward pass exchanges gradients only if that is due."""
-        return nullcontext() if is_due or not self._is_distributed else self.model.no_sync()
-
     def _update(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Clips and updates; the norm before clipping, and 1 where the update was skipped."""
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         gradients = [p.grad for p in self._parameters() if p.grad is not None]
-        grad_norm = nn.utils.get_total_norm(gradients)
+        grad_norm = parallel.whole(nn.utils.get_total_norm(gradients))
         if self._max_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(self._parameters(), self._max_grad_norm, grad_norm)
         # Where a gradient is not finite the norm is not either.

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
 
@@ -38,8 +39,9 @@ from fastbert.train.batches import BatchStream, Place, TrainingBatch, masking_of
 from fastbert.train.checkpoints import Checkpoints
 from fastbert.train.config import ConfigError, PretrainConfig, check, differences
 from fastbert.train.evaluation import Evaluation, evaluate
-from fastbert.train.graphed_step import GraphedStep, StepReport
+from fastbert.train.graphed_step import GraphedStep, StepReport, model_loss
 from fastbert.train.journal import Journal, SilentJournal
+from fastbert.train.parallel import distribute
 from fastbert.train.processes import Processes, joined
 from fastbert.train.schedules import factor
 
@@ -119,9 +121,11 @@ class Pretraining:
             building.checkpoint_activations(self.model)
         if config.precision == "tf32":
             torch.set_float32_matmul_precision("high")
+        self.parallel_model = distribute(
+            self.model, config.parallel, self.processes, building.DTYPES[config.precision]
+        )
         self.optimizer = building.build_optimizer(config.optimizer, self.model)
         self.scaler = building.build_scaler(config.precision, self.device)
-        self.parallel_model = self.processes.distribute(self.model)
         self.step = self._graphed_step(_dropout_seed(config.seed, self.processes.rank))
         # Behind the step, which turns rates into tensors that schedulers then write into.
         self._factor = factor(config.schedule, config.num_steps)
@@ -272,6 +276,8 @@ class Pretraining:
             dtype=building.DTYPES[self.config.precision],
             scaler=self.scaler,
             rng_state=rng_state.to(self.device),
+            # A sharded model could not compute them later, when they are read, and none are.
+            loss=partial(model_loss, return_logits=False),
             # Reading a report of a GPU at once would wait for it.
             lag=2 if self.device.type == "cuda" else 0,
         )

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import distributed
 
 
 @dataclass(frozen=True)
@@ -36,10 +35,6 @@ class Processes:
         if self.size > 1:
             distributed.all_reduce(values)
         return values
-
-    def distribute(self, model: nn.Module) -> nn.Module:
-        """The model, in torch's data parallelism if there are several processes."""
-        return model if self.size == 1 else DistributedDataParallel(model)
 
 
 @contextmanager
