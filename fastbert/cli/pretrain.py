@@ -71,13 +71,16 @@ def export(
     checkpoint: Annotated[
         str | None, typer.Option(help="Such as step-2000; default: the last one.")
     ] = None,
+    average: Annotated[
+        bool, typer.Option("--average", help="The averaged weights, if the run kept them.")
+    ] = False,
 ) -> None:
     """Write a run as a folder that transformers' AutoModelForMaskedLM loads."""
     from fastbert.train.checkpoints import CheckpointError
     from fastbert.train.exporting import export as write
 
     try:
-        name = write(run, output, checkpoint)
+        name = write(run, output, checkpoint, average=average)
     except (ValueError, OSError, CheckpointError) as error:
         raise typer.BadParameter(str(error)) from error
     typer.echo(f"{name} of {run} in {output}")

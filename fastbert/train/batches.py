@@ -54,6 +54,17 @@ class Place:
     sampler: dict[str, int] | None = None
     batches: int = 0
 
+    def among(self, num_ranks: int, before: int) -> "Place":
+        """The same place for other processes, which share out anew what follows.
+
+        Args:
+            num_ranks: how many go on.
+            before: how many came here, at the end of an optimizer step.
+        """
+        sampler = self.sampler and {**self.sampler, "num_ranks": num_ranks}
+        # Each takes more batches of a step, or fewer.
+        return replace(self, sampler=sampler, batches=self.batches * before // num_ranks)
+
 
 @dataclass(frozen=True)
 class TrainingBatch:

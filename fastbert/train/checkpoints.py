@@ -5,7 +5,8 @@
     RUN/checkpoints/step-2500.part/       one that is being written, or was when the run was killed
 
 A checkpoint is written beside its place, made durable file by file, described by its manifest, and
-appears by one rename; older ones go only after that.
+appears by one rename; older ones go only after that. In the background all this is done by a
+thread, on a copy of the state, while training goes on.
 """
 
 import hashlib
@@ -14,11 +15,13 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from fastbert.data.corpus import sync_folder, write_atomically
 from fastbert.train.processes import Processes
@@ -31,19 +34,42 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or read, with what is left and how to go on."""
 
 
+class _Failed(Exception):
+    """What went wrong in one of the processes."""
+
+
 class Checkpoints:
-    """The checkpoints of a run.
+    """The checkpoints of a run; a context manager where they are written in the background.
 
     Args:
-        folder: where they lie; made when the first one is written.
+        folder: where they lie, the same for all processes; made when the first one is written.
         keep: how many stay, the last ones.
         processes: which all call `save` and `load` together; None: this one alone.
+        background: write a copy, made in host memory, in a thread.
     """
 
-    def __init__(self, folder: Path, keep: int, processes: Processes | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        processes: Processes | None = None,
+        *,
+        background: bool = False,
+    ):
         self.folder, self.keep = folder, keep
-        self._processes = Processes() if processes is None else processes
+        self._processes = (Processes() if processes is None else processes).apart()
         self._alone = self._processes.size == 1
+        self._thread = ThreadPoolExecutor(1, "checkpoints") if background else None
+        self._writing: Future | None = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind, *error) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+        if kind is None:
+            self.finish()
 
     def names(self) -> list[str]:
         """Of those that are whole, by step."""
@@ -52,35 +78,72 @@ class Checkpoints:
         steps = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
         return [f"step-{step}" for step in sorted(int(match[1]) for match in steps if match)]
 
-    def save(self, step: int, state: dict) -> Path:
-        """Writes the state after `step` steps.
+    def save(self, step: int, state: dict) -> None:
+        """Writes the state after `step` steps; in the background, its copy as soon as the one
+        before is written.
 
         Args:
             step: names the checkpoint.
             state: nested dicts of tensors and of what pickles.
 
         Raises:
-            CheckpointError: it could not be written, on a full disk for example; those before it
-                stay.
+            CheckpointError: it, or in the background the one before, could not be written, on a
+                full disk for example; those before it stay.
         """
+        self.finish()
+        if self._thread is None:
+            self._write(step, state)
+            return
+        plain = dict.fromkeys(StagingOptions.__dataclass_fields__, False)
+        copy = DefaultStager(StagingOptions(**plain)).stage(state)
+        self._writing = self._thread.submit(self._write, step, copy)
+
+    def finish(self) -> None:
+        """Waits for what is written in the background.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _write(self, step: int, state: dict) -> None:
         target = self.folder / f"step-{step}"
         part = target.with_suffix(".part")
-        try:
-            if self._processes.is_first:
-                self._clear()
-                part.mkdir(parents=True)
-            self._processes.wait()
+
+        def write() -> None:
             with _without_warning():
-                dcp.save(state, checkpoint_id=part, no_dist=self._alone)
-            if self._processes.is_first:
-                self._publish(part, target)
-        except (OSError, dcp.CheckpointException) as error:
-            shutil.rmtree(part, ignore_errors=True)
+                group = self._processes.group
+                dcp.save(state, checkpoint_id=part, no_dist=self._alone, process_group=group)
+
+        first = self._processes.is_first
+        try:
+            self._together(lambda: self._begin(part) if first else None)
+            self._together(write)
+            self._together(lambda: self._publish(part, target) if first else None)
+        except _Failed as failed:
+            if first:
+                shutil.rmtree(part, ignore_errors=True)
             raise CheckpointError(
-                f"cannot write {target}: {_reason(error)}; {self._left(target.name)}"
-            ) from error
-        self._processes.wait()
-        return target
+                f"cannot write {target}: {failed}; {self._left(target.name)}"
+            ) from failed
+
+    def _together(self, action: Callable[[], None]) -> None:
+        """Fails in all processes if the action does in one, so that none waits for another."""
+        error = None
+        try:
+            action()
+        except (OSError, dcp.CheckpointException) as caught:
+            error = caught
+        reasons = self._processes.gathered(None if error is None else _reason(error))
+        for reason in reasons:
+            if reason is not None:
+                raise _Failed(reason) from error
+
+    def _begin(self, part: Path) -> None:
+        self._clear()
+        part.mkdir(parents=True)
 
     def _publish(self, part: Path, target: Path) -> None:
         """Gives what is complete its name, and removes the oldest."""
@@ -108,7 +171,12 @@ class Checkpoints:
     def load(self, name: str, state: dict) -> None:
         """Fills `state`, or the part of a checkpoint that it names, tensors in place."""
         with _without_warning():
-            dcp.load(state, checkpoint_id=self.folder / name, no_dist=self._alone)
+            dcp.load(
+                state,
+                checkpoint_id=self.folder / name,
+                no_dist=self._alone,
+                process_group=self._processes.group,
+            )
 
     def set_aside_after(self, name: str) -> list[str]:
         """Renames the checkpoints behind this one, so that they are not resumed from.

@@ -128,6 +128,8 @@ class EvaluationConfig:
 
     every: int = 10_000
     batches: int = 50
+    average: bool = False
+    """Of the averaged weights instead; see `average_decay`."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,8 @@ class CheckpointConfig:
 
     every: int = 5_000
     keep: int = 3
+    background: bool = True
+    """Written from a copy in host memory while training goes on."""
     resume_from: str | None = None
     """Such as step-2000, instead of the last one; later ones are set aside."""
 
@@ -162,6 +166,8 @@ class PretrainConfig:
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
     activation_checkpointing: bool = False
     """Layers keep their input alone and are computed again in the backward pass."""
+    average_decay: float | None = None
+    """Of an exponential average of the weights over the steps, kept beside them: 0.999, say."""
     max_skipped: int = 25
     """Steps in a row with gradients that are not finite after which the run stops."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -184,8 +190,9 @@ class PretrainConfig:
         return dataclasses.asdict(self)
 
 
-# Settings that may change between a run and its resumption: they do not touch what is learned.
-FREE = ("output", "checkpoint", "log", "device")
+# Settings that may change between a run and its resumption: they touch what is learned by rounding
+# at most.
+FREE = ("output", "checkpoint", "log", "device", "parallel")
 
 
 def ready_configs() -> list[str]:
@@ -309,6 +316,10 @@ def _faults_of_numbers(config: PretrainConfig) -> list[str]:
             faults.append(f"{name} must lie in [0, 1), got {_value(config, name)}")
     if not 0 <= config.seed < 1 << 63:
         faults.append(f"seed must lie in 0 to 2^63 - 1, got {config.seed}")
+    if config.average_decay is not None and not 0 < config.average_decay < 1:
+        faults.append(f"average_decay must lie between 0 and 1, got {config.average_decay}")
+    if config.evaluation.average and config.average_decay is None:
+        faults.append("evaluation.average needs averages; set average_decay, to 0.999 say")
     clip = config.optimizer.max_grad_norm
     if clip is not None and clip <= 0:
         faults.append(f"optimizer.max_grad_norm must be above 0, or none, got {clip}")

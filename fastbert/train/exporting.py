@@ -10,7 +10,13 @@ from fastbert.train.checkpoints import CheckpointError, Checkpoints
 from fastbert.train.config import ConfigError, read_config
 
 
-def export(run: str | Path, output: str | Path, checkpoint: str | None = None) -> str:
+def export(
+    run: str | Path,
+    output: str | Path,
+    checkpoint: str | None = None,
+    *,
+    average: bool = False,
+) -> str:
     """Writes config, weights (safetensors, fp32) and tokenizer of a checkpoint.
 
     `transformers.AutoModelForMaskedLM.from_pretrained(output)` then has the run's logits. A run on
@@ -20,12 +26,13 @@ def export(run: str | Path, output: str | Path, checkpoint: str | None = None) -
         run: folder of a run.
         output: folder to write, new or empty.
         checkpoint: such as step-2000; default: the last one.
+        average: the averaged weights, which a run with `average_decay` has.
 
     Returns:
         The checkpoint's name.
 
     Raises:
-        ConfigError: no run there, or output holds something.
+        ConfigError: no run there, one without averages, or output holds something.
         CheckpointError: no checkpoint, or a damaged one.
     """
     run, output = Path(run), Path(output)
@@ -34,6 +41,8 @@ def export(run: str | Path, output: str | Path, checkpoint: str | None = None) -
     if output.is_dir() and any(output.iterdir()):
         raise ConfigError(f"{output} is not empty; choose a new folder")
     settings = read_config(run / "config.yaml")
+    if average and settings.average_decay is None:
+        raise ConfigError(f"{run} kept no averages: it has no average_decay; leave out average")
     checkpoints = Checkpoints(run / "checkpoints", settings.checkpoint.keep)
     names = checkpoints.names()
     if not names:
@@ -42,10 +51,10 @@ def export(run: str | Path, output: str | Path, checkpoint: str | None = None) -
     pairs = settings.data.sequences != "packed"
     head = fastbert.BertForPreTraining if pairs else fastbert.BertForMaskedLM
     model = head(transformers.BertConfig.from_pretrained(run))
-    state = {"model": model.state_dict()}
+    # Read in place; averages have a name for each parameter, weights for each place it is used in.
+    weights = {key: p.detach() for key, p in model.named_parameters()}
     checkpoints.verify(name)
-    checkpoints.load(name, state)
-    model.load_state_dict(state["model"])
+    checkpoints.load(name, {"average": weights} if average else {"model": model.state_dict()})
     model.save_pretrained(output)
     AutoTokenizer.from_pretrained(run / "tokenizer").save_pretrained(output)
     return name

@@ -15,9 +15,10 @@ import io
 import random
 import signal
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice, takewhile
@@ -35,6 +36,7 @@ from transformers import AutoTokenizer
 from fastbert.data import Corpus
 from fastbert.data.corpus import write_atomically
 from fastbert.train import building
+from fastbert.train.averaging import WeightAverage
 from fastbert.train.batches import BatchStream, Place, TrainingBatch, masking_of, prefetched
 from fastbert.train.checkpoints import Checkpoints
 from fastbert.train.config import ConfigError, PretrainConfig, check, differences
@@ -130,8 +132,13 @@ class Pretraining:
         # Behind the step, which turns rates into tensors that schedulers then write into.
         self._factor = factor(config.schedule, config.num_steps)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._factor)
+        decay = config.average_decay
+        self.average = None if decay is None else WeightAverage(self.model, decay)
         self.checkpoints = Checkpoints(
-            self.folder / "checkpoints", config.checkpoint.keep, self.processes
+            self.folder / "checkpoints",
+            config.checkpoint.keep,
+            self.processes,
+            background=config.checkpoint.background,
         )
         self.place = Place()
         self.steps_done = self.skipped_in_a_row = 0
@@ -148,7 +155,7 @@ class Pretraining:
         if self.processes.is_first:
             self._write_description()
         begun = time.perf_counter()
-        with self._open_journal() as self.journal, self._terminable():
+        with self._open_journal() as self.journal, self._terminable(), self.checkpoints:
             end = 0
             for number, phase in enumerate(self.config.phases):
                 end += phase.steps
@@ -189,6 +196,8 @@ class Pretraining:
         lr = self.config.optimizer.lr * self._factor(self.steps_done)
         report = self.step(*(batch.inputs for batch in batches))
         self.scheduler.step()
+        if self.average is not None:
+            self.average.update()
         seconds = time.perf_counter() - begun
         # Summed over the processes, so that all know the same and stop at the same step.
         num_tokens = sum(batch.num_tokens for batch in batches)
@@ -260,7 +269,8 @@ class Pretraining:
         first_epoch = takewhile(lambda batch: batch.place.epoch == 0, stream)
         batches = islice(first_epoch, self.config.evaluation.batches)
         dtype = building.DTYPES[self.config.precision]
-        self._evaluation = evaluation = evaluate(self.model, batches, dtype, self.processes)
+        with self.average.in_use() if self.config.evaluation.average else nullcontext():
+            self._evaluation = evaluation = evaluate(self.model, batches, dtype, self.processes)
         self.journal.record(
             self.steps_done,
             {f"heldout_{name}": value for name, value in asdict(evaluation).items()},
@@ -345,8 +355,10 @@ class Pretraining:
 
     def _save(self) -> None:
         self._drain()
+        # One after the other: what a full disk kept from being written is told before more is.
+        self.checkpoints.finish()
         self.journal.sync()
-        state = self._checkpointed(self._host_state())
+        state = self._checkpointed({f"rank{self.processes.rank}": self._host_state()})
         self.checkpoints.save(self.steps_done, state)
 
     def _resume(self) -> None:
@@ -357,31 +369,42 @@ class Pretraining:
             return
         name = chosen or names[-1]
         self.checkpoints.verify(name)
-        self._check_processes(name)
-        state = self._checkpointed(b"")
+        count = {"num_processes": 0}
+        self.checkpoints.load(name, count)
+        before = count["num_processes"]
+        # A process that was not there goes on from what the first one had.
+        source = f"rank{self.processes.rank if self.processes.rank < before else 0}"
+        state = self._checkpointed({source: b""})
         self.checkpoints.load(name, state)
         if chosen is not None:
             self.checkpoints.set_aside_after(name)
         self.model.load_state_dict(state["model"])
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
-        self._load_host_state(state["host"][f"rank{self.processes.rank}"])
+        self._load_host_state(state["host"][source])
+        if before != self.processes.size:
+            self._go_on_among_others(name, before)
 
-    def _check_processes(self, name: str) -> None:
-        state = {"num_processes": 0}
-        self.checkpoints.load(name, state)
-        if state["num_processes"] != self.processes.size:
-            raise ConfigError(
-                f"{name} was written by {state['num_processes']} processes, these are "
-                f"{self.processes.size}; the order of the data depends on their number, so start "
-                f"as many"
+    def _go_on_among_others(self, name: str, before: int) -> None:
+        """What a checkpoint of another number of processes does not tell this one."""
+        self.place = self.place.among(self.processes.size, before)
+        # All were at one offset, which none of the streams has passed.
+        self.step.rng_state[0] = _dropout_seed(self.config.seed, self.processes.rank)[0]
+        if self.processes.is_first:
+            warnings.warn(
+                f"{name} was written by {before} processes and goes on in {self.processes.size}: "
+                "every sequence of the epoch is still met once, in other batches than it would "
+                "have been",
+                stacklevel=2,
             )
 
-    def _checkpointed(self, host_state: bytes) -> dict:
+    def _checkpointed(self, host: dict[str, bytes]) -> dict:
         """What a checkpoint holds: tensors one by one, the rest of every process as bytes."""
+        average = {} if self.average is None else {"average": self.average.state_dict()}
         return {
             "model": self.model.state_dict(),
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
-            "host": {f"rank{self.processes.rank}": host_state},
+            **average,
+            "host": host,
             "num_processes": self.processes.size,
         }
 

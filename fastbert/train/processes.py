@@ -3,7 +3,8 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import distributed
@@ -15,25 +16,41 @@ class Processes:
 
     Attributes:
         rank, size: number of this one, and how many there are.
+        group: of torch.distributed, by which they speak; None: the default one.
     """
 
     rank: int = 0
     size: int = 1
+    group: distributed.ProcessGroup | None = None
 
     @property
     def is_first(self) -> bool:
         """Whether it is this process that writes what is written once."""
         return self.rank == 0
 
+    def apart(self) -> "Processes":
+        """The same by connections of their own, for a thread that speaks beside the main one."""
+        if self.size == 1:
+            return self
+        return replace(self, group=distributed.new_group(backend="gloo"))
+
     def wait(self) -> None:
         """Until all have come here."""
         if self.size > 1:
-            distributed.barrier()
+            distributed.barrier(self.group)
 
     def add(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all processes, in place."""
         if self.size > 1:
-            distributed.all_reduce(values)
+            distributed.all_reduce(values, group=self.group)
+        return values
+
+    def gathered(self, value: Any) -> list:
+        """What each process gives, by rank."""
+        if self.size == 1:
+            return [value]
+        values = [None] * self.size
+        distributed.all_gather_object(values, value, self.group)
         return values
 
 
