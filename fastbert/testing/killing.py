@@ -1,24 +1,40 @@
-"""Runs in processes of their own that are killed at a chosen moment."""
+"""Runs in processes of their own that are killed, or find the disk full, at a chosen moment."""
 
 import contextlib
+import errno
 import multiprocessing
 import os
+import pkgutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 # What a checkpoint is made durable and visible by.
-OPERATIONS = ("fsync", "rename", "replace")
+OPERATIONS = ("os:fsync", "os:rename", "os:replace")
+# One call for each batch, of which a step accumulates several.
+BATCHES = ("fastbert.train.graphed_step:GraphedStep._forward_backward",)
 # Long enough for any run of a test, so that one that hangs is told from one that ends.
 DEADLINE = 300
+
+
+def die() -> None:
+    """The process is gone."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fill_disk() -> None:
+    """Nothing more can be written."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def run_in_process(
     target: Callable,
     *args,
     kill_before: int | None = None,
+    operations: Sequence[str] = OPERATIONS,
+    fault: Callable[[], None] = die,
     kill_after: Callable[[], bool] | float | None = None,
     sign: int = signal.SIGKILL,
     environment: Mapping[str, str] | None = None,
@@ -30,8 +46,8 @@ def run_in_process(
 
     Args:
         target: a function of an importable module. args: picklable.
-        kill_before: number, from 0, of the fsync, rename or replace before which the process kills
-            itself.
+        kill_before: number, from 0, of the operation before which the process kills itself.
+        operations: which are counted, as "module:name". fault: what happens instead of a kill.
         kill_after: seconds, or a condition that is asked again and again, after which it is sent
             `sign`.
         environment: variables set in the process.
@@ -44,7 +60,8 @@ def run_in_process(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fastbert.testing.runs"])
-    process = context.Process(target=_run, args=(target, args, kill_before, environment))
+    injection = None if kill_before is None else (kill_before, operations, fault)
+    process = context.Process(target=_run, args=(target, args, injection, environment))
     process.start()
     if kill_after is not None:
         _wait(process, kill_after)
@@ -90,26 +107,27 @@ def run_in_processes(target: Callable, *args, size: int, **of_rank) -> list[int]
         return list(pool.map(run, range(size)))
 
 
-def _run(target: Callable, args: tuple, kill_before: int | None, environment) -> None:
+def _run(target: Callable, args: tuple, injection: tuple | None, environment) -> None:
     os.environ.update(environment or {})
-    if kill_before is not None:
-        _kill_before(kill_before)
+    if injection is not None:
+        _inject(*injection)
     target(*args)
 
 
-def _kill_before(number: int) -> None:
-    """Replaces the operations by ones that count, and kill instead of the chosen one."""
+def _inject(number: int, operations: Sequence[str], fault: Callable[[], None]) -> None:
+    """Replaces the operations by ones that count, with the fault before the chosen one."""
     count = 0
 
     def counting(operation):
         def counted(*args, **kwargs):
             nonlocal count
-            if count == number:
-                os.kill(os.getpid(), signal.SIGKILL)
             count += 1
+            if count == number + 1:
+                fault()
             return operation(*args, **kwargs)
 
         return counted
 
-    for name in OPERATIONS:
-        setattr(os, name, counting(getattr(os, name)))
+    for operation in operations:
+        owner, _, name = operation.replace(":", ".").rpartition(".")
+        setattr(pkgutil.resolve_name(owner), name, counting(pkgutil.resolve_name(operation)))

@@ -1,15 +1,23 @@
 """Pretraining runs of tests: what their processes do, and what is compared of them."""
 
+import json
+import os
+from collections import Counter
 from pathlib import Path
 
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import fastbert
+from fastbert import dispatch
 from fastbert.train.config import config_from
 from fastbert.train.exporting import export
 from fastbert.train.journal import METRICS, read_records
-from fastbert.train.pretraining import pretrain
+from fastbert.train.parallel import whole
+from fastbert.train.pretraining import Pretraining, pretrain
+from fastbert.train.processes import joined
 
 # Classes that load lazily: the server of `fastbert.testing.killing` imports this file, so that its
 # processes need not load them one by one.
@@ -39,14 +47,58 @@ def run(settings: dict) -> None:
     pretrain(config_from(settings))
 
 
+class _Sent(TorchDispatchMode):
+    """Counts collectives; torch's own mode for this hooks modules, which are then not fused."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def run_counted(settings: dict, path: str) -> None:
+    """A pretraining; the first process writes what it called and sent.
+
+    Args:
+        settings: of the run.
+        path: of JSON: `ops`, calls of each op and backend, and `sent`, those of each collective.
+    """
+    before = dispatch.counters()
+    with _Sent() as sent:
+        run(settings)
+    ops = {" ".join(key): n for key, n in sorted((dispatch.counters() - before).items())}
+    if os.environ.get("RANK", "0") == "0":
+        Path(path).write_text(json.dumps({"ops": ops, "sent": sent.counts}))
+
+
+def write_state(settings: dict, path: str) -> None:
+    """Reads the last checkpoint in any number of processes; the first one writes it whole.
+
+    Args:
+        settings: of the run.
+        path: to write weights, optimizer state, average and the steps done to.
+    """
+    torch.set_num_threads(1)
+    with joined(torch.device("cpu")) as processes:
+        pretraining = Pretraining(config_from(settings), processes)
+        pretraining.resume()
+        state = tree_map_only(torch.Tensor, whole, pretraining.state())
+        if processes.is_first:
+            torch.save(state | {"steps_done": pretraining.steps_done}, path)
+
+
 def learned(folder: str | Path) -> list[dict]:
     """A run's records without times."""
     records = read_records(Path(folder) / METRICS)
     return [{name: record.get(name) for name in LEARNED} for record in records]
 
 
-def weights(folder: str | Path) -> bytes:
-    """A run's last weights, as they are exported beside it."""
-    output = Path(f"{folder} exported")
-    export(folder, output)
+def weights(folder: str | Path, *, average: bool = False) -> bytes:
+    """A run's last weights, or their average, as they are exported beside it."""
+    output = Path(f"{folder} exported{' average' if average else ''}")
+    export(folder, output, average=average)
     return (output / "model.safetensors").read_bytes()

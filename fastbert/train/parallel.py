@@ -54,7 +54,8 @@ def distribute(
     device = next(model.parameters()).device
     options = {
         "mesh": init_device_mesh(device.type, (processes.size,)),
-        "reshard_after_forward": config.mode == "fsdp",
+        # None: the layers' weights go, the model's own, which the backward pass begins with, stay.
+        "reshard_after_forward": None if config.mode == "fsdp" else False,
         # Inputs stay as they are: the number of labels, by which the loss is divided, is one.
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=dtype,

@@ -151,7 +151,7 @@ class Pretraining:
 
     def run(self) -> Summary:
         """Trains to the end, or to a SIGTERM."""
-        self._resume()
+        self.resume()
         if self.processes.is_first:
             self._write_description()
         begun = time.perf_counter()
@@ -361,7 +361,7 @@ class Pretraining:
         state = self._checkpointed({f"rank{self.processes.rank}": self._host_state()})
         self.checkpoints.save(self.steps_done, state)
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
         """Loads the last checkpoint, or the one asked for, if there is any."""
         chosen = self.config.checkpoint.resume_from
         names = self.checkpoints.names()
@@ -397,16 +397,18 @@ class Pretraining:
                 stacklevel=2,
             )
 
-    def _checkpointed(self, host: dict[str, bytes]) -> dict:
-        """What a checkpoint holds: tensors one by one, the rest of every process as bytes."""
+    def state(self) -> dict:
+        """The tensors of a checkpoint, each whole or this process's part of it."""
         average = {} if self.average is None else {"average": self.average.state_dict()}
         return {
             "model": self.model.state_dict(),
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
             **average,
-            "host": host,
-            "num_processes": self.processes.size,
         }
+
+    def _checkpointed(self, host: dict[str, bytes]) -> dict:
+        """All that a checkpoint holds: tensors one by one, the rest of every process as bytes."""
+        return {**self.state(), "host": host, "num_processes": self.processes.size}
 
     def _host_state(self) -> bytes:
         """All of this process but the tensors of model and optimizer."""

@@ -80,7 +80,7 @@ evaluation: {{every: 10, batches: 2}}
     theirs = AutoModelForMaskedLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     run = Pretraining(read_config(config))
-    run._resume()
+    run.resume()
     inputs = tokenizer(["bal bem [MASK] dol", "fen"], padding=True, return_tensors="pt")
     ours = run.model.eval()(**inputs).logits
     mask = inputs["attention_mask"].bool()

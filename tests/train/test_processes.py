@@ -15,8 +15,8 @@ from fastbert.testing.killing import run_in_processes
 from fastbert.testing.runs import learned, run, weights
 from fastbert.train.batches import BatchStream, Place
 from fastbert.train.checkpoints import Checkpoints
-from fastbert.train.config import ConfigError, config_from
-from fastbert.train.pretraining import Pretraining, pretrain
+from fastbert.train.config import config_from
+from fastbert.train.pretraining import Pretraining
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 2
@@ -33,13 +33,13 @@ def settings(settings):
     return settings
 
 
-def _in_one_process(settings):
-    """The reference: both processes' batches, accumulated in one; its reports and weights."""
+def _in_one_process(settings, size: int):
+    """The reference: all processes' batches, accumulated in one; its reports and weights."""
     alone = Pretraining(config_from({**settings, "output": settings["output"] + " alone"}))
-    reports, place = [], [Place()] * SIZE
+    reports, place = [], [Place()] * size
     for number, phase in enumerate(alone.config.phases):
         if number:
-            place = [Place(phase=number, epoch=place[0].epoch + 1)] * SIZE
+            place = [Place(phase=number, epoch=place[0].epoch + 1)] * size
             state = alone.step.state_dict()
             alone.step = alone._graphed_step(state["rng_state"])
             alone.step.load_state_dict(state)
@@ -53,27 +53,42 @@ def _in_one_process(settings):
                 seed=alone.config.seed,
                 place=place[rank],
                 rank=rank,
-                num_ranks=SIZE,
+                num_ranks=size,
             )
-            for rank in range(SIZE)
+            for rank in range(size)
         ]
         batches = [iter(stream) for stream in streams]
         for _ in range(phase.steps):
             taken = [next(b) for _ in range(streams[0].accumulation) for b in batches]
             reports.append(alone.step(*(batch.inputs for batch in taken)))
             alone.scheduler.step()
-            place = [batch.place for batch in taken[-SIZE:]]
+            place = [batch.place for batch in taken[-size:]]
     return reports, alone.model.state_dict()
 
 
-@pytest.mark.parametrize("sequences", ["packed", "next_sentence"])
-def test_processes_equal_one(settings, sequences):
+@pytest.mark.parametrize(
+    ("mode", "sequences", "size"),
+    [
+        ("ddp", "packed", 2),
+        ("ddp", "next_sentence", 2),
+        ("zero1", "packed", 2),
+        ("fsdp", "next_sentence", 2),
+        ("fsdp", "packed", 4),
+        pytest.param("ddp", "packed", 4, marks=pytest.mark.slow),
+        pytest.param("zero1", "packed", 4, marks=pytest.mark.slow),
+        pytest.param("fsdp", "packed", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_processes_equal_one(settings, mode, sequences, size):
     """fp32 without dropout: losses, gradient norms and weights to 1e-5."""
+    settings["parallel"] = {"mode": mode}
     settings["data"]["sequences"] = sequences
     settings["model"] |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    assert run_in_processes(run, settings, size=SIZE) == [0, 0]
+    for phase in settings["phases"]:
+        phase["tokens_per_step"] *= size // SIZE
+    assert run_in_processes(run, settings, size=size) == [0] * size
     ours = [r for r in learned(settings["output"]) if r["loss"] is not None]
-    expected, expected_weights = _in_one_process(settings)
+    expected, expected_weights = _in_one_process(settings, size)
     assert len(ours) == len(expected) == 8
     for mine, other in zip(ours, expected, strict=True):
         assert mine["num_labels"] == other.num_labels
@@ -83,8 +98,10 @@ def test_processes_equal_one(settings, sequences):
         torch.testing.assert_close(weight, expected_weights[name], rtol=1e-4, atol=1e-5)
 
 
-def test_processes_repeat_themselves_and_resume(settings):
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("zero1", marks=pytest.mark.slow), "fsdp"])
+def test_processes_repeat_themselves_and_resume(settings, mode):
     """With dropout: the same run twice, and once more with a process killed in its second save."""
+    settings |= {"parallel": {"mode": mode}, "average_decay": 0.9}
     outcomes = []
     for name in ("first", "second", "killed"):
         settings["output"] = f"{Path(settings['output']).parent / name}"
@@ -94,10 +111,9 @@ def test_processes_repeat_themselves_and_resume(settings):
             assert codes[0] == -signal.SIGKILL and codes[1] != 0
             codes = run_in_processes(run, settings, size=SIZE)
         assert codes == [0, 0]
-        outcomes.append((learned(settings["output"]), weights(settings["output"])))
+        kept = [weights(settings["output"], average=average) for average in (False, True)]
+        outcomes.append((learned(settings["output"]), *kept))
     assert outcomes[0] == outcomes[1] == outcomes[2]
-    with pytest.raises(ConfigError, match="step-8 was written by 2 processes, these are 1"):
-        pretrain(config_from(settings))
 
 
 def test_processes_stop_together(settings):

@@ -212,4 +212,4 @@ def test_kill_is_noticed_if_the_manifest_came_late(settings, monkeypatch):
     settings["phases"] = [{**settings["phases"][0], "steps": 4}]
     pretrain(config_from(settings))
     with pytest.raises(CheckpointError, match="damaged"):
-        pretraining.Pretraining(config_from(settings))._resume()
+        pretraining.Pretraining(config_from(settings)).resume()

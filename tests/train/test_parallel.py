@@ -1,0 +1,218 @@
+"""DDP, ZeRO-1 and FSDP2: what runs fused, what is sent, and checkpoints of other processes."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from fastbert.data import Corpus
+from fastbert.testing.killing import BATCHES, fill_disk, run_in_process, run_in_processes
+from fastbert.testing.runs import learned, run, run_counted, weights, write_state
+from fastbert.train.batches import BatchStream, Place
+from fastbert.train.config import DataConfig, Phase
+
+LAYERS = 2
+
+
+@pytest.fixture
+def settings(settings):
+    """Six steps of one phase; two processes have two batches each in a step, four have one."""
+    settings["phases"] = [
+        {"steps": 6, "max_length": 24, "tokens_per_step": 1024, "tokens_per_batch": 256}
+    ]
+    settings["checkpoint"]["every"] = 3
+    settings["schedule"]["warmup_steps"] = 1
+    settings["evaluation"]["every"] = 100
+    return settings
+
+
+def _counts(settings, tmp_path, mode: str, batches: int) -> dict:
+    settings["output"] = str(tmp_path / f"{mode}-{batches}")
+    settings["parallel"] = {"mode": mode}
+    settings["phases"][0] |= {"steps": 2, "tokens_per_step": 512 * batches}
+    path = tmp_path / "counts.json"
+    assert run_in_processes(run_counted, settings, str(path), size=2) == [0, 0]
+    return json.loads(path.read_text())
+
+
+def test_sharded_layers_are_fused_and_gradients_sent_once_a_step(settings, tmp_path):
+    """Weights that are sharded between layers are whole in them: the ops called are DDP's. However
+    many batches are accumulated, each module's gradient is sent once a step."""
+    del settings["data"]["heldout"]
+    counts = {
+        (mode, batches): _counts(settings, tmp_path, mode, batches)
+        for mode, batches in (("ddp", 1), ("ddp", 2), ("zero1", 2), ("fsdp", 1), ("fsdp", 2))
+    }
+    fused = counts["ddp", 2]["ops"]
+    assert fused["bert_model packed"] == 2 * 2
+    assert fused["attention_packed_qkv_bwd cpu"] == fused["gelu_mlp_bwd cpu"] == 2 * 2 * LAYERS
+    assert counts["zero1", 2]["ops"] == counts["fsdp", 2]["ops"] == fused
+
+    sent = {key: value["sent"] for key, value in counts.items()}
+    assert sent["ddp", 1] == sent["ddp", 2]
+    modules = LAYERS + 1
+    for key in (("zero1", 2), ("fsdp", 1), ("fsdp", 2)):
+        assert sent[key]["_reduce_scatter_base_"] == 2 * modules
+    # Once a step; and for each pass, but for the model's own weights, which stay for the backward.
+    assert sent["zero1", 2]["_allgather_base_"] == 2 * modules
+    assert sent["fsdp", 2]["_allgather_base_"] == 2 * 2 * (modules + LAYERS)
+
+
+@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+def test_recomputed_layers_change_nothing(settings, mode):
+    """With dropout, to the bit."""
+    settings["parallel"] = {"mode": mode}
+    outcomes = []
+    for again in (False, True):
+        settings |= {
+            "output": f"{settings['output']}-{again}",
+            "activation_checkpointing": again,
+        }
+        assert run_in_processes(run, settings, size=2) == [0, 0]
+        outcomes.append((learned(settings["output"]), weights(settings["output"])))
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize(
+    ("mode", "precision", "optimizer"),
+    [
+        ("ddp", "fp32", "lamb"),
+        ("fsdp", "bf16", "stable_adamw"),
+        pytest.param("zero1", "fp16", "adamw", marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_in_bf16(settings, mode, precision, optimizer):
+    """Close to one process in fp32, and not the same."""
+    settings["model"] |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    settings["optimizer"]["name"] = optimizer
+    del settings["data"]["heldout"]
+    losses = {}
+    for dtype in ("fp32", "bf16"):
+        settings["output"] = f"{settings['output']}-{dtype}"
+        settings["parallel"] = {"mode": mode, "reduce_dtype": dtype}
+        settings["precision"] = "fp32" if dtype == "fp32" else precision
+        assert run_in_processes(run, settings, size=2) == [0, 0]
+        losses[dtype] = [r["loss"] for r in learned(settings["output"])]
+    assert losses["bf16"] != losses["fp32"]
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("mode", "before", "size"),
+    [
+        ("ddp", 2, 1),
+        ("fsdp", 2, 4),
+        pytest.param("ddp", 1, 2, marks=pytest.mark.slow),
+        pytest.param("fsdp", 2, 1, marks=pytest.mark.slow),
+        pytest.param("zero1", 4, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_other_processes_go_on(settings, tmp_path, mode, before, size):
+    """They read the state that was written to the bit, and train to the end."""
+    settings |= {"parallel": {"mode": mode}, "average_decay": 0.9}
+    settings["optimizer"]["name"] = "lamb"
+    assert run_in_processes(run, settings, size=before) == [0] * before
+    states = []
+    for number in (before, size):
+        path = tmp_path / f"state-{number}.pt"
+        assert run_in_processes(write_state, settings, str(path), size=number) == [0] * number
+        states.append(torch.load(path))
+    assert states[0]["steps_done"] == 6
+    ours, expected = map(tree_leaves, states)
+    assert len(ours) == len(expected) > 100
+    assert all(map(_is_same, ours, expected))
+
+    first = learned(settings["output"])
+    settings["checkpoint"]["resume_from"] = "step-3"
+    assert run_in_processes(run, settings, size=size) == [0] * size
+    second = [r for r in learned(settings["output"]) if r["loss"] is not None]
+    first = [r for r in first if r["loss"] is not None]
+    assert second[:3] == first[:3]
+    assert [r["lr"] for r in second] == [r["lr"] for r in first]
+    # Of the same epoch and behind the same sequences, so much the same.
+    assert second[-1]["loss"] == pytest.approx(first[-1]["loss"], rel=0.02)
+
+
+def _is_same(a, b) -> bool:
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def _sequences(batch) -> list[tuple]:
+    """The sequences of a batch, masks and labels included."""
+    ids, labels = batch.inputs["input_ids"][0], batch.inputs["labels"][0]
+    ends = torch.tensor(batch.lengths).cumsum(0).tolist()
+    starts = [0, *ends[:-1]]
+    return [(*ids[a:b].tolist(), *labels[a:b].tolist()) for a, b in zip(starts, ends, strict=True)]
+
+
+def test_other_processes_meet_the_rest_of_the_epoch(corpora):
+    """Every sequence once, whichever processes meet it, with the masks it would have had."""
+    from transformers import AutoTokenizer
+
+    folder = corpora / "train"
+    corpus, tokenizer = Corpus.open(folder), AutoTokenizer.from_pretrained(folder / "tokenizer")
+    phase = Phase(steps=100, max_length=24, tokens_per_step=1024, tokens_per_batch=256)
+
+    def epoch(place: Place, num_ranks: int, steps: int | None = None):
+        """Sequences of the rest of the epoch, or of some steps, and the place behind them."""
+        met = []
+        for rank in range(num_ranks):
+            stream = BatchStream(
+                corpus,
+                tokenizer,
+                DataConfig(),
+                phase,
+                num_steps=100,
+                seed=0,
+                place=place,
+                rank=rank,
+                num_ranks=num_ranks,
+            )
+            for number, batch in enumerate(stream):
+                is_behind = steps is not None and number == steps * stream.accumulation
+                if batch.place.epoch > 0 or is_behind:
+                    break
+                met += _sequences(batch)
+                last = batch.place
+        return met, last
+
+    whole, _ = epoch(Place(), 1)
+    for before, after in ((2, 1), (1, 2), (2, 4)):
+        begun, place = epoch(Place(), before, steps=2)
+        assert place.sampler is not None
+        rest, _ = epoch(place.among(after, before), after)
+        # A shard's last sequences, fewer than the processes, are left out in any case.
+        missing = len(corpus) * (max(before, after) - 1)
+        assert len(set(begun) & set(rest)) == 0
+        assert len(begun) + len(rest) >= len(whole) - missing
+        assert not set(begun + rest) - set(whole)
+        assert place.among(after, before).batches == 2 * 1024 // (256 * after)
+
+
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_killed_between_accumulated_batches(settings, mode):
+    """One of two processes, in the second batch of the fifth step; then both again."""
+    settings |= {"parallel": {"mode": mode}}
+    outcomes = []
+    for name in ("whole", "killed"):
+        settings["output"] = f"{settings['output']}-{name}"
+        if name == "killed":
+            options = {"kill_before": 9, "operations": BATCHES}
+            codes = run_in_processes(run, settings, size=2, rank1=options)
+            assert codes[1] == -signal.SIGKILL and codes[0] != 0
+        assert run_in_processes(run, settings, size=2) == [0, 0]
+        outcomes.append((learned(settings["output"]), weights(settings["output"])))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_full_disk_stops_all_processes(settings):
+    """None waits for the one that cannot write; the checkpoint before stays and is gone on from."""
+    options = {"kill_before": 13, "fault": fill_disk}
+    assert run_in_processes(run, settings, size=2, rank0=options) == [1, 1]
+    folder = Path(settings["output"]) / "checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["step-3"]
+    assert run_in_processes(run, settings, size=2) == [0, 0]
+    assert run_in_process(run, settings) == 0
