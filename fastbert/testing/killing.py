@@ -5,6 +5,7 @@ import errno
 import multiprocessing
 import os
 import pkgutil
+import random
 import signal
 import socket
 import time
@@ -27,6 +28,17 @@ def die() -> None:
 def fill_disk() -> None:
     """Nothing more can be written."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def somewhere(seed: int) -> dict:
+    """Arguments of `run_in_process` for a kill at a random time, in a save, or between the batches
+    of a step, in turn."""
+    generator = random.Random(seed)
+    if seed % 3 == 0:
+        return {"kill_after": generator.uniform(0.3, 3.0)}
+    if seed % 3 == 1:
+        return {"kill_before": generator.randrange(28)}
+    return {"kill_before": generator.randrange(24), "operations": BATCHES}
 
 
 def run_in_process(

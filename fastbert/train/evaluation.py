@@ -46,14 +46,14 @@ def evaluate(
     was_training = model.training
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
+    autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
     try:
-        for batch in batches:
-            inputs = {
-                k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v
-                for k, v in batch.inputs.items()
-            }
-            autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
-            with autocast, whole_weights(model):
+        with autocast, whole_weights(model):
+            for batch in batches:
+                inputs = {
+                    k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v
+                    for k, v in batch.inputs.items()
+                }
                 sums += _sums(model, inputs)
     finally:
         model.train(was_training)

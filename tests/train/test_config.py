@@ -89,6 +89,8 @@ def test_files_that_are_none(tmp_path):
         ({"checkpoint": {"keep": 0}}, "checkpoint.keep must be at least 1"),
         ({"model": {"hidden_dropout_prob": 1.0}}, r"must lie in \[0, 1\)"),
         ({"optimizer": {"max_grad_norm": 0}}, "above 0, or none"),
+        ({"average_decay": 1.0}, "must lie between 0 and 1, got 1.0"),
+        ({"evaluation": {"average": True}}, "set average_decay"),
     ],
 )
 def test_impossible_combinations_are_refused(settings, message):

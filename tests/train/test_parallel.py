@@ -9,7 +9,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from fastbert.data import Corpus
-from fastbert.testing.killing import BATCHES, fill_disk, run_in_process, run_in_processes
+from fastbert.testing.killing import (
+    BATCHES,
+    fill_disk,
+    run_in_process,
+    run_in_processes,
+    somewhere,
+)
 from fastbert.testing.runs import learned, run, run_counted, weights, write_state
 from fastbert.train.batches import BatchStream, Place
 from fastbert.train.config import DataConfig, Phase
@@ -206,6 +212,24 @@ def test_killed_between_accumulated_batches(settings, mode):
         assert run_in_processes(run, settings, size=2) == [0, 0]
         outcomes.append((learned(settings["output"]), weights(settings["output"])))
     assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_twenty_in_a_row(settings, mode):
+    """One of two processes killed anywhere, then both again: always the same."""
+    settings |= {"parallel": {"mode": mode}, "average_decay": 0.9}
+    folder = settings["output"]
+    settings["output"] = f"{folder}-whole"
+    assert run_in_processes(run, settings, size=2) == [0, 0]
+    expected = learned(settings["output"]), weights(settings["output"], average=True)
+    for attempt in range(20):
+        settings["output"] = f"{folder}-{attempt}"
+        options = {f"rank{attempt % 2}": somewhere(attempt)}
+        if run_in_processes(run, settings, size=2, **options) != [0, 0]:
+            assert run_in_processes(run, settings, size=2) == [0, 0]
+        outcome = learned(settings["output"]), weights(settings["output"], average=True)
+        assert outcome == expected, attempt
 
 
 def test_full_disk_stops_all_processes(settings):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastbert.testing.killing import run_in_process
+from fastbert.testing.killing import BATCHES, run_in_process, somewhere
 from fastbert.testing.runs import learned, run, weights
 from fastbert.train import checkpoints, pretraining
 from fastbert.train.checkpoints import CheckpointError, Checkpoints, damage
@@ -94,6 +94,22 @@ def test_killed_before_every_operation(settings, uninterrupted, tmp_path, sequen
 def test_killed_at_a_random_time(settings, uninterrupted):
     seconds = random.Random(os.getpid()).uniform(0.2, 1.5)
     code = run_in_process(run, settings, kill_after=seconds)
+    _ends_alike(settings, uninterrupted, code)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", range(20))
+def test_twenty_in_a_row(settings, uninterrupted, attempt):
+    """Killed anywhere, with three seeds of the run."""
+    settings |= {"seed": attempt % 3, "average_decay": 0.9}
+    _ends_alike(settings, uninterrupted, run_in_process(run, settings, **somewhere(attempt)))
+
+
+@pytest.mark.parametrize("number", [1, 13])
+def test_killed_between_accumulated_batches(settings, uninterrupted, number):
+    """Before the second batch of the first step, and of the seventh."""
+    code = run_in_process(run, settings, kill_before=number, operations=BATCHES)
+    assert code == -signal.SIGKILL
     _ends_alike(settings, uninterrupted, code)
 
 
