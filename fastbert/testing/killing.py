@@ -38,7 +38,7 @@ def somewhere(seed: int) -> dict:
         return {"kill_after": generator.uniform(0.3, 3.0)}
     if seed % 3 == 1:
         return {"kill_before": generator.randrange(28)}
-    return {"kill_before": generator.randrange(24), "operations": BATCHES}
+    return {"kill_before": generator.randrange(12), "operations": BATCHES}
 
 
 def run_in_process(

@@ -1,5 +1,6 @@
 """Several processes: equal to one, repeatable, resumable, stopped together."""
 
+import io
 import os
 import signal
 import subprocess
@@ -114,6 +115,11 @@ def test_processes_repeat_themselves_and_resume(settings, mode):
         kept = [weights(settings["output"], average=average) for average in (False, True)]
         outcomes.append((learned(settings["output"]), *kept))
     assert outcomes[0] == outcomes[1] == outcomes[2]
+
+    hosts = {f"rank{rank}": b"" for rank in range(SIZE)}
+    Checkpoints(Path(settings["output"]) / "checkpoints", 2).load("step-8", {"host": hosts})
+    streams = [torch.load(io.BytesIO(host))["step"]["rng_state"] for host in hosts.values()]
+    assert streams[0][0] != streams[1][0], "processes draw the same dropout"
 
 
 def test_processes_stop_together(settings):

@@ -1,20 +1,25 @@
 """Nothing is lost: a run that is killed anywhere and started again equals one that never was."""
 
 import errno
+import io
 import json
 import os
 import random
 import signal
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from fastbert.testing.killing import BATCHES, run_in_process, somewhere
 from fastbert.testing.runs import learned, run, weights
 from fastbert.train import checkpoints, pretraining
 from fastbert.train.checkpoints import CheckpointError, Checkpoints, damage
 from fastbert.train.config import ConfigError, config_from
+from fastbert.train.exporting import export
 from fastbert.train.journal import METRICS
 from fastbert.train.pretraining import NonFiniteError, pretrain
 
@@ -140,6 +145,72 @@ def test_terminated_run_saves_and_goes_on(settings, uninterrupted):
     assert names[-1] == f"step-{reached}"
     assert reached < 12
     _ends_alike(settings, uninterrupted)
+
+
+def test_all_that_was_saved_is_restored(settings):
+    """Also what a short run does not depend on: loss scale, random states, the average."""
+    settings |= {"precision": "fp16", "average_decay": 0.9}
+    run = pretraining.Pretraining(config_from(settings))
+    torch.rand(7), np.random.rand(7), random.random()
+    run.run()
+    assert run.scaler.state_dict()["_growth_tracker"] == 12
+    again = pretraining.Pretraining(config_from(settings))
+    again.resume()
+    leaves = [
+        tree_leaves([r.state(), torch.load(io.BytesIO(r._host_state()))]) for r in (run, again)
+    ]
+    assert len(leaves[0]) == len(leaves[1]) > 100
+    for ours, expected in zip(*leaves, strict=True):
+        is_tensor = isinstance(expected, torch.Tensor)
+        assert torch.equal(ours, expected) if is_tensor else ours == expected
+    assert run.checkpoints.names() == ["step-8", "step-12"], "the last two are kept"
+
+
+def test_durable_before_it_is_named(settings, monkeypatch):
+    """Every file and the folder itself are synced before the rename, the name behind it."""
+    settings["phases"] = [{**settings["phases"][0], "steps": 4}]
+    fsync, rename = os.fsync, os.rename
+    synced, named = set(), []
+
+    def record_fsync(descriptor):
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def record_rename(source, target):
+        if Path(target).name == "step-4":
+            paths = [Path(source), *Path(source).iterdir()]
+            named.append([path.name for path in paths if path.stat().st_ino not in synced])
+            synced.clear()
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    pretrain(config_from(settings))
+    assert named == [[]]
+    assert (Path(settings["output"]) / "checkpoints").stat().st_ino in synced
+
+
+def test_the_state_of_its_step_is_written(settings, monkeypatch, tmp_path):
+    """In the background, although two more steps change it first."""
+    settings["phases"] = [{**settings["phases"][0], "steps": 8}]
+    run, save = pretraining.Pretraining(config_from(settings)), checkpoints.dcp.save
+
+    def save_late(*arguments, **options):
+        while run.steps_done < 6:
+            time.sleep(0.001)
+        return save(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.dcp, "save", save_late)
+        run.run()
+    export(settings["output"], tmp_path / "ours", "step-4")
+    settings["output"] = f"{settings['output']}-foreground"
+    settings["checkpoint"]["background"] = False
+    pretrain(config_from(settings))
+    export(settings["output"], tmp_path / "expected", "step-4")
+    files = (tmp_path / name / "model.safetensors" for name in ("ours", "expected"))
+    ours, expected = (file.read_bytes() for file in files)
+    assert ours == expected
 
 
 def test_full_disk(settings, uninterrupted, monkeypatch):
