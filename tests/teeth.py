@@ -195,8 +195,8 @@ FAULTS = {
     ),
     "state written while it changes": (
         "fastbert/train/checkpoints.py",
-        "copy = DefaultStager(StagingOptions(**plain)).stage(state)",
-        "copy = state",
+        "self._write, step, _copied(state))",
+        "self._write, step, state)",
         "tests/train/test_resume.py::test_the_state_of_its_step_is_written",
     ),
     "a process takes another's sequences": (

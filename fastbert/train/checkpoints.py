@@ -94,9 +94,7 @@ class Checkpoints:
         if self._thread is None:
             self._write(step, state)
             return
-        plain = dict.fromkeys(StagingOptions.__dataclass_fields__, False)
-        copy = DefaultStager(StagingOptions(**plain)).stage(state)
-        self._writing = self._thread.submit(self._write, step, copy)
+        self._writing = self._thread.submit(self._write, step, _copied(state))
 
     def finish(self) -> None:
         """Waits for what is written in the background.
@@ -214,6 +212,21 @@ class Checkpoints:
             if damage(self.folder / other) is None:
                 return f"{other} is intact: --checkpoint.resume-from {other} goes on from there"
         return "no earlier checkpoint is intact"
+
+
+def _copied(state: dict) -> dict:
+    """The state in memory of its own, on the host."""
+    stager = DefaultStager(
+        StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+    )
+    copy = stager.stage(state)
+    stager.close()
+    return copy
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def distribute(
     if processes.size == 1:
         return model
     if config.mode == "ddp":
-        distributed_model = DistributedDataParallel(model)
+        distributed_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         if config.reduce_dtype == "bf16":
             distributed_model.register_comm_hook(None, _send_bf16)
         return distributed_model
