@@ -75,20 +75,24 @@ def run_counted(settings: dict, path: str) -> None:
         Path(path).write_text(json.dumps({"ops": ops, "sent": sent.counts}))
 
 
-def write_state(settings: dict, path: str) -> None:
-    """Reads the last checkpoint in any number of processes; the first one writes it whole.
+def run_and_write_state(settings: dict, path: str, go_on_from: str | None = None) -> None:
+    """A pretraining to its end, whose state the first process writes whole.
 
     Args:
         settings: of the run.
         path: to write weights, optimizer state, average and the steps done to.
+        go_on_from: a checkpoint, from which the run then goes on once more.
     """
     torch.set_num_threads(1)
     with joined(torch.device("cpu")) as processes:
         pretraining = Pretraining(config_from(settings), processes)
-        pretraining.resume()
+        pretraining.run()
         state = tree_map_only(torch.Tensor, whole, pretraining.state())
         if processes.is_first:
             torch.save(state | {"steps_done": pretraining.steps_done}, path)
+        if go_on_from is not None:
+            settings["checkpoint"]["resume_from"] = go_on_from
+            Pretraining(config_from(settings), processes).run()
 
 
 def learned(folder: str | Path) -> list[dict]:

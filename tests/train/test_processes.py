@@ -99,7 +99,9 @@ def test_processes_equal_one(settings, mode, sequences, size):
         torch.testing.assert_close(weight, expected_weights[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["ddp", pytest.param("zero1", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.parametrize(
+    "mode", ["ddp", *(pytest.param(m, marks=pytest.mark.slow) for m in ("zero1", "fsdp"))]
+)
 def test_processes_repeat_themselves_and_resume(settings, mode):
     """With dropout: the same run twice, and once more with a process killed in its second save."""
     settings |= {"parallel": {"mode": mode}, "average_decay": 0.9}
