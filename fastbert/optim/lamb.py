@@ -67,11 +67,12 @@ class LAMB(DeviceSkippingOptimizer):
         if weight_decay:
             torch._foreach_add_(updates, params, alpha=weight_decay)
 
-        factor = torch.where(skip, 0.0, -group["lr"])
+        # Chosen behind the ratios: that of weights whose norm overflows is not finite.
         if weight_decay or group["adapt_without_decay"]:
-            factors = [factor * ratio for ratio in _trust_ratios(params, updates)]
+            ratios = _trust_ratios(params, updates)
+            factors = [torch.where(skip, 0.0, -group["lr"] * ratio) for ratio in ratios]
         else:
-            factors = [factor] * len(params)
+            factors = [torch.where(skip, 0.0, -group["lr"])] * len(params)
         torch._foreach_mul_(updates, factors)
         torch._foreach_add_(params, updates)
 

@@ -103,6 +103,16 @@ def test_skipped_step_changes_nothing(kind, equation, first):
 
 
 @BOTH
+def test_skipped_step_spares_weights_whose_norm_overflows(kind, equation):
+    weight = torch.full((4, 4), 1e30, requires_grad=True)
+    optimizer = _optimizer(kind, [weight])
+    weight.grad = torch.full_like(weight, torch.nan)
+    optimizer.found_inf, optimizer.grad_scale = torch.ones(()), None
+    optimizer.step()
+    assert torch.equal(weight, torch.full_like(weight, 1e30))
+
+
+@BOTH
 def test_scaler_divides_gradients(kind, equation):
     """`GradScaler.step` leaves the division and the question of overflow to the optimizer."""
     plain, scaled = _parameters(), _parameters()
