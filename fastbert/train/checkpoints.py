@@ -15,9 +15,8 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
@@ -59,6 +58,10 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
         self._processes = (Processes() if processes is None else processes).apart()
         self._alone = self._processes.size == 1
+        if self._alone:
+            # torch warns that it assumes a single process, which `no_dist` says. For good, because
+            # the filters belong to all threads.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         self._thread = ThreadPoolExecutor(1, "checkpoints") if background else None
         self._writing: Future | None = None
 
@@ -111,9 +114,8 @@ class Checkpoints:
         part = target.with_suffix(".part")
 
         def write() -> None:
-            with _without_warning():
-                group = self._processes.group
-                dcp.save(state, checkpoint_id=part, no_dist=self._alone, process_group=group)
+            group = self._processes.group
+            dcp.save(state, checkpoint_id=part, no_dist=self._alone, process_group=group)
 
         first = self._processes.is_first
         try:
@@ -168,13 +170,12 @@ class Checkpoints:
 
     def load(self, name: str, state: dict) -> None:
         """Fills `state`, or the part of a checkpoint that it names, tensors in place."""
-        with _without_warning():
-            dcp.load(
-                state,
-                checkpoint_id=self.folder / name,
-                no_dist=self._alone,
-                process_group=self._processes.group,
-            )
+        dcp.load(
+            state,
+            checkpoint_id=self.folder / name,
+            no_dist=self._alone,
+            process_group=self._processes.group,
+        )
 
     def set_aside_after(self, name: str) -> list[str]:
         """Renames the checkpoints behind this one, so that they are not resumed from.
@@ -227,14 +228,6 @@ def _copied(state: dict) -> dict:
     copy = stager.stage(state)
     stager.close()
     return copy
-
-
-@contextmanager
-def _without_warning() -> Iterator[None]:
-    """torch warns that it assumes a single process, which `no_dist` says."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield
 
 
 def damage(path: Path) -> str | None:

@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from torch.utils._pytree import tree_leaves
 
@@ -212,6 +213,24 @@ def test_killed_between_accumulated_batches(settings, mode):
         assert run_in_processes(run, settings, size=2) == [0, 0]
         outcomes.append((learned(settings["output"]), weights(settings["output"])))
     assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "optimizer"), [("ddp", "adamw"), ("fsdp", "lamb")])
+def test_gradients_that_are_not_finite_change_nothing(settings, mode, optimizer):
+    """An absurd rate: all processes skip the same steps, keep finite weights and stop."""
+    settings |= {"parallel": {"mode": mode}, "max_skipped": 2}
+    settings["optimizer"] |= {"name": optimizer, "lr": 1e30, "max_grad_norm": None}
+    settings["schedule"]["warmup_steps"] = 0
+    settings["checkpoint"]["every"] = 1
+    assert run_in_processes(run, settings, size=2) == [1, 1]
+    records = learned(settings["output"])
+    assert [r["skipped"] for r in records][-2:] == [True, True]
+    for rank in range(2):
+        batches = list((Path(settings["output"]) / "nonfinite" / f"rank-{rank}").iterdir())
+        assert len(batches) == 2
+    tensors = safetensors.torch.load(weights(settings["output"]))
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
 
 
 @pytest.mark.slow
