@@ -21,7 +21,7 @@ from fastbert.ops.add_layer_norm import add_layer_norm
 from fastbert.ops.attention import attention, attention_packed_qkv
 from fastbert.ops.linear_gelu import gelu_mlp, linear_gelu
 from fastbert.ops.unpad import unpad
-from fastbert.padding import PackedBatch
+from fastbert.padding import PackedBatch, QueryRows
 from fastbert.reference.philox import (
     PLACE_ATTENTION,
     PLACE_ATTENTION_OUTPUT,
@@ -71,6 +71,7 @@ def encoder_layer(
     batch: PackedBatch,
     rng_state: torch.Tensor | None,
     cache: WeightCache | None,
+    query: QueryRows | None = None,
 ) -> torch.Tensor:
     """One layer: y = LN(x' + FFN(x')), x' = LN(x + Attention(x)).
 
@@ -80,13 +81,14 @@ def encoder_layer(
         batch: where the rows come from.
         rng_state: `(2,)` int64, needed where dropout is active.
         cache: the layer's packed weights.
+        query: the R rows to compute, which attend to all; None: all T.
 
     Returns:
-        `(T, C)`.
+        `(T, C)`, or `(R, C)`.
     """
     if cache is not None and torch.is_grad_enabled():
         cache.clear()
-    context, residual = _self_attention(spec, hidden_states, batch, rng_state, cache)
+    context, residual = _self_attention(spec, hidden_states, batch, rng_state, cache, query)
     attended = add_norm(
         linear(spec.attention_output, context, cache, "attention_output"),
         residual,
@@ -99,9 +101,9 @@ def encoder_layer(
 
 
 def _self_attention(
-    spec, hidden_states, batch, rng_state, cache
+    spec, hidden_states, batch, rng_state, cache, query
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The heads' outputs `(T, C)`, and hidden_states for the residual connection."""
+    """The heads' outputs, and hidden_states for the residual connection: T rows, or query's."""
     options = {
         "softmax_scale": spec.softmax_scale,
         "dropout_p": spec.attention_dropout_p,
@@ -109,7 +111,7 @@ def _self_attention(
         "rng_state": rng_state if spec.attention_dropout_p > 0 else None,
     }
     plain = all(map(is_plain_linear, (spec.query, spec.key, spec.value)))
-    if plain and batch.kv_indices is None:
+    if plain and batch.kv_indices is None and query is None:
         qkv, hidden_states = _stacked_linear(
             (spec.query, spec.key, spec.value), hidden_states, cache, "qkv", return_input=True
         )
@@ -117,9 +119,11 @@ def _self_attention(
             qkv, spec.num_heads, batch.cu_seqlens_q, max_seqlen=batch.max_seqlen, **options
         )
         return out.flatten(1), hidden_states
-    rows = hidden_states
+    rows, cu_seqlens_q = hidden_states, batch.cu_seqlens_q
     if batch.kv_indices is not None:
         rows = unpad(hidden_states, batch.kv_indices)
+    if query is not None:
+        hidden_states, cu_seqlens_q = unpad(hidden_states, query.rows), query.cu_seqlens
     q = linear(spec.query, hidden_states, cache, "query")
     if plain:
         k, v = _stacked_linear((spec.key, spec.value), rows, cache, "kv").chunk(2, dim=-1)
@@ -130,7 +134,7 @@ def _self_attention(
         q.unflatten(-1, heads),
         k.unflatten(-1, heads),
         v.unflatten(-1, heads),
-        batch.cu_seqlens_q,
+        cu_seqlens_q,
         batch.cu_seqlens_k,
         max_seqlen_q=batch.max_seqlen,
         max_seqlen_k=batch.max_seqlen,

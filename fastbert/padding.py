@@ -106,6 +106,47 @@ class PackedBatch:
         return _nonzero(mask, self.num_required)
 
 
+@dataclass(frozen=True, slots=True)
+class QueryRows:
+    """The packed rows that a layer computes where not all are wanted.
+
+    Attributes:
+        rows: `(R,)` int64, rising. cu_seqlens: `(B+1,)` int32, first of each sequence among them.
+    """
+
+    rows: torch.Tensor
+    cu_seqlens: torch.Tensor
+
+
+def query_rows(rows: torch.Tensor, batch: PackedBatch) -> QueryRows:
+    """Those of a packed batch.
+
+    Args:
+        rows: `(R,)` int64, packed rows, rising.
+        batch: packed beforehand.
+
+    Raises:
+        ValueError: not one-dimensional int64; on a CPU, rows that do not rise or are none.
+    """
+    if rows.dtype != torch.int64 or rows.dim() != 1:
+        raise ValueError(
+            f"last_layer_rows must be one-dimensional int64, got {rows.dtype} of shape "
+            f"{tuple(rows.shape)}"
+        )
+    if dispatch.is_checkable(rows) and not _rises_within(rows, batch.num_rows):
+        raise ValueError(
+            f"last_layer_rows must rise within 0 to {batch.num_rows - 1}, each row once; sort them "
+            "(fastbert.padding.pack does)"
+        )
+    starts = torch.searchsorted(rows, batch.cu_seqlens_q.long(), out_int32=True)
+    return QueryRows(rows, starts)
+
+
+def _rises_within(rows: torch.Tensor, num_rows: int) -> bool:
+    bounds = rows.new_tensor([-1, num_rows])
+    return bool((torch.cat([bounds[:1], rows, bounds[1:]]).diff() > 0).all())
+
+
 def dense_batch(batch_size: int, seqlen: int, device: torch.device) -> PackedBatch:
     """A batch without padding: nothing to gather, nothing to wait for."""
     cu_seqlens = torch.arange(batch_size + 1, dtype=torch.int32, device=device) * seqlen
@@ -327,6 +368,7 @@ def pack(
     num_labels: int | None = None,
     max_seqlen: int | None = None,
     pad_token_id: int = 0,
+    last_layer_subset: bool = False,
 ) -> dict[str, torch.Tensor | int]:
     """Sequences laid end to end in tensors whose shapes do not depend on the lengths.
 
@@ -345,42 +387,116 @@ def pack(
             then counts the labels itself, which waits for the device.
         max_seqlen: longest sequence allowed, part of what a graph is captured for; None: T.
         pad_token_id: input id of idle rows.
+        last_layer_subset: add `last_layer_rows`, the labelled rows and the first of each sequence,
+            to which the model then limits its last layer; needs num_labels.
 
     Returns:
         `input_ids`, `position_ids`, `attention_mask` (0 at idle rows) and the columns given, each
         `(1, T)` int64; per-sequence columns `(B,)` int64, -100 for empty sequences;
         `cu_seq_lens_q` `(B+1,)` int32, padded by repeating the last offset; `max_length_q` int;
-        `pooled_rows` `(B,)` int64, the first row of each sequence, which the pooler reads; and
-        `label_rows` `(P,)` int64, the labelled rows. Both are unique: places not needed hold rows
-        without a label or sequence.
+        `pooled_rows` `(B,)` int64, the first row of each sequence, which the pooler reads;
+        `label_rows` `(P,)` int64, the labelled rows; and `last_layer_rows` `(min(P+B, T),)` int64,
+        rising. All three are unique: places not needed hold rows without a label or sequence.
 
     Raises:
         ValueError: a batch over one of the capacities, no or empty sequences, columns that are
             unknown, missing in some sequences or of another length than input_ids.
     """
     ids, lengths = _check_features(features)
-    limit = num_tokens if max_seqlen is None else max_seqlen
-    _check_capacity("tokens", int(lengths.sum()), num_tokens, "num_tokens")
+    of_tokens, of_sequences = {"input_ids": np.concatenate(ids)}, {}
+    for name in features[0].keys() - {"input_ids", "attention_mask"}:
+        values = [np.asarray(feature[name]) for feature in features]
+        if name in SEQUENCE_COLUMNS and all(v.ndim == 0 for v in values):
+            of_sequences[name] = np.stack(values)
+        else:
+            of_tokens[name] = _end_to_end(name, values, lengths)
+    return pack_columns(
+        of_tokens,
+        of_sequences,
+        lengths,
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+        num_labels=num_labels,
+        max_seqlen=max_seqlen,
+        pad_token_id=pad_token_id,
+        last_layer_subset=last_layer_subset,
+    )
+
+
+def pack_columns(
+    of_tokens: Mapping[str, np.ndarray],
+    of_sequences: Mapping[str, np.ndarray],
+    lengths: np.ndarray,
+    *,
+    num_tokens: int,
+    num_sequences: int,
+    num_labels: int | None = None,
+    max_seqlen: int | None = None,
+    pad_token_id: int = 0,
+    last_layer_subset: bool = False,
+) -> dict[str, torch.Tensor | int]:
+    """`pack` for N sequences that lie end to end already.
+
+    Args:
+        of_tokens: `(sum of lengths,)` integers under the names of `pack`'s features, `input_ids`
+            among them. of_sequences: `(N,)` integers: `next_sentence_label`, or `labels`.
+        lengths: `(N,)` tokens of each sequence.
+        num_tokens, num_sequences, num_labels, max_seqlen, pad_token_id, last_layer_subset: as in
+            `pack`.
+
+    Returns, Raises: as `pack`.
+    """
+    _check_columns(of_tokens, of_sequences, lengths)
+    count, limit = int(lengths.sum()), num_tokens if max_seqlen is None else max_seqlen
+    _check_capacity("tokens", count, num_tokens, "num_tokens")
     _check_capacity("sequences", len(lengths), num_sequences, "num_sequences")
     _check_capacity("tokens in one sequence", int(lengths.max()), limit, "max_seqlen")
-    cu_seqlens = np.full(num_sequences + 1, lengths.sum(), dtype=np.int32)
-    cu_seqlens[: len(lengths)] = np.cumsum(lengths) - lengths
+    cu_seqlens = np.full(num_sequences + 1, count, dtype=np.int32)
+    firsts = cu_seqlens[: len(lengths)] = np.cumsum(lengths) - lengths
 
-    packed = {"input_ids": _filled(ids, num_tokens, pad_token_id)}
-    starts = np.repeat(cu_seqlens[: len(lengths)], lengths)
-    packed["position_ids"] = _filled([np.arange(lengths.sum()) - starts], num_tokens, 0)
-    packed["attention_mask"] = _filled([np.ones(lengths.sum())], num_tokens, 0)
-    for name in features[0].keys() - {"input_ids", "attention_mask"}:
-        packed[name] = _column(name, features, lengths, num_tokens, num_sequences)
-    pooled_rows = _unique_rows(cu_seqlens[: len(lengths)], num_sequences, num_tokens)
+    fills = {"input_ids": pad_token_id, "labels": IGNORE_INDEX}
+    positions = np.arange(count) - np.repeat(firsts, lengths)
+    packed = {
+        name: _filled(values, num_tokens, fills.get(name, 0))[None]
+        for name, values in of_tokens.items()
+    }
+    packed.setdefault("position_ids", _filled(positions, num_tokens, 0)[None])
+    packed["attention_mask"] = _filled(np.ones(count), num_tokens, 0)[None]
+    for name, values in of_sequences.items():
+        packed[name] = _filled(values, num_sequences, IGNORE_INDEX)
     packed |= {
         "cu_seq_lens_q": torch.from_numpy(cu_seqlens),
         "max_length_q": limit,
-        "pooled_rows": pooled_rows,
+        "pooled_rows": torch.from_numpy(_unique_rows(firsts, num_sequences, num_tokens)),
     }
     if num_labels is not None:
-        packed["label_rows"] = _label_rows(packed.get("labels"), num_labels, num_tokens)
+        rows = _labelled_rows(of_tokens, num_labels)
+        packed["label_rows"] = torch.from_numpy(_unique_rows(rows, num_labels, num_tokens))
+    if last_layer_subset:
+        if num_labels is None:
+            raise ValueError("pack: last_layer_subset needs num_labels, the room for its rows")
+        capacity = min(num_labels + num_sequences, num_tokens)
+        computed = _unique_rows(np.union1d(rows, firsts), capacity, num_tokens)
+        packed["last_layer_rows"] = torch.from_numpy(np.sort(computed))
     return packed
+
+
+def _check_columns(of_tokens, of_sequences, lengths: np.ndarray) -> None:
+    if not len(lengths):
+        raise ValueError("pack: there is no sequence; a batch needs at least one")
+    if lengths.min() < 1:
+        raise ValueError(f"pack: every sequence needs at least one token, got lengths {lengths}")
+    for columns, size in ((of_tokens, int(lengths.sum())), (of_sequences, len(lengths))):
+        for name, values in columns.items():
+            if values.dtype.kind not in "iu":
+                raise ValueError(
+                    f"pack: {name} must be an integer each, got {values.dtype}; what is not filled "
+                    "is marked by -100, which a regression loss does not know"
+                )
+            if values.shape != (size,):
+                raise ValueError(
+                    f"pack: {name} must have shape ({size},) by the lengths, got {values.shape}"
+                )
 
 
 def _check_features(features) -> tuple[list[np.ndarray], np.ndarray]:
@@ -421,45 +537,45 @@ def _check_capacity(what: str, count: int, capacity: int, name: str) -> None:
         )
 
 
-def _filled(parts: Sequence[np.ndarray], num_tokens: int, fill: int) -> torch.Tensor:
-    """`(1, T)` int64: the parts end to end, then `fill`."""
-    row = torch.full((1, num_tokens), fill, dtype=torch.int64)
-    values = np.concatenate(parts)
-    row[0, : len(values)] = torch.from_numpy(values.astype(np.int64))
-    return row
-
-
-def _column(name: str, features, lengths, num_tokens: int, num_sequences: int) -> torch.Tensor:
-    values = [np.asarray(feature[name]) for feature in features]
-    if name in SEQUENCE_COLUMNS and all(v.ndim == 0 for v in values):
-        if any(v.dtype.kind not in "iu" for v in values):
-            raise ValueError(
-                f"pack: {name} of a sequence must be an integer, got {values[0].dtype}; empty "
-                "sequences are marked by -100, which a regression loss does not know"
-            )
-        row = torch.full((num_sequences,), IGNORE_INDEX, dtype=torch.int64)
-        row[: len(values)] = torch.from_numpy(np.stack(values).astype(np.int64))
-        return row
+def _end_to_end(name: str, values: Sequence[np.ndarray], lengths: np.ndarray) -> np.ndarray:
     for i, (value, length) in enumerate(zip(values, lengths, strict=True)):
         if value.shape != (length,) or name not in TOKEN_COLUMNS:
             raise ValueError(
                 f"pack: {name} of sequence {i} has shape {value.shape}, its input_ids ({length},)"
             )
-    return _filled(values, num_tokens, IGNORE_INDEX if name == "labels" else 0)
+    return np.concatenate(values)
 
 
-def _unique_rows(rows: np.ndarray, capacity: int, num_tokens: int) -> torch.Tensor:
+def _filled(values: np.ndarray, capacity: int, fill: int) -> torch.Tensor:
+    """`(capacity,)` int64: the values, then `fill`."""
+    row = np.full(capacity, fill, np.int64)
+    row[: len(values)] = values
+    return torch.from_numpy(row)
+
+
+def rows_beside(rows: np.ndarray, count: int, num_rows: int) -> np.ndarray:
+    """`(count,)` int64: the last rows of `num_rows` that are not among `rows`: idle ones first.
+
+    Raises:
+        ValueError: fewer are left.
+    """
+    if len(rows) + count > num_rows:
+        raise ValueError(f"{count} rows beside {len(rows)} are more than the {num_rows} there are")
+    others = np.ones(num_rows, dtype=bool)
+    others[rows] = False
+    return np.flatnonzero(others)[num_rows - len(rows) - count :]
+
+
+def _unique_rows(rows: np.ndarray, capacity: int, num_tokens: int) -> np.ndarray:
     """`(capacity,)` int64: `rows`, then rows that are not among them."""
     _check_capacity("rows to point at", capacity, num_tokens, "num_tokens")
-    others = np.ones(num_tokens, dtype=bool)
-    others[rows] = False
-    filling = np.flatnonzero(others)[: capacity - len(rows)]
-    return torch.from_numpy(np.concatenate([rows, filling]).astype(np.int64))
+    others = rows_beside(rows, capacity - len(rows), num_tokens)
+    return np.concatenate([rows, others]).astype(np.int64)
 
 
-def _label_rows(labels: torch.Tensor | None, num_labels: int, num_tokens: int) -> torch.Tensor:
-    if labels is None or labels.dim() != 2:
+def _labelled_rows(of_tokens: Mapping[str, np.ndarray], num_labels: int) -> np.ndarray:
+    if "labels" not in of_tokens:
         raise ValueError("pack: num_labels is for labels of tokens, which these features lack")
-    rows = np.flatnonzero(labels[0].numpy() != IGNORE_INDEX)
+    rows = np.flatnonzero(of_tokens["labels"] != IGNORE_INDEX)
     _check_capacity("labelled tokens", len(rows), num_labels, "num_labels")
-    return _unique_rows(rows, num_labels, num_tokens)
+    return rows

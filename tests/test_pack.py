@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastbert.padding import pack
+from fastbert.padding import pack, pack_columns
 from fastbert.testing.inputs import padded_batch, small_bert_config
 from fastbert.testing.models import assert_packed, head_inputs, model_pair
 
@@ -35,8 +35,8 @@ def test_pack_lays_sequences_end_to_end():
     assert batch["cu_seq_lens_q"].tolist() == [0, 3, 4, 4]
     assert batch["cu_seq_lens_q"].dtype == torch.int32
     assert batch["max_length_q"] == 6
-    assert batch["pooled_rows"].tolist() == [0, 3, 1]
-    assert batch["label_rows"].tolist() == [1, 3, 0]
+    assert batch["pooled_rows"].tolist() == [0, 3, 5]
+    assert batch["label_rows"].tolist() == [1, 3, 5]
 
 
 def test_pack_full_to_the_last_place():
@@ -45,6 +45,38 @@ def test_pack_full_to_the_last_place():
     assert batch["attention_mask"].all()
     assert batch["cu_seq_lens_q"].tolist() == [0, 2, 4]
     assert batch["label_rows"].tolist() == [0, 1, 2, 3]
+
+
+def test_pack_names_the_rows_of_the_last_layer():
+    """Labelled rows and first ones, each once, idle ones where there is room, all rising."""
+    features = [
+        {"input_ids": [5, 6, 7], "labels": [-100, 6, -100]},
+        {"input_ids": [8, 9], "labels": [8, -100]},
+    ]
+    batch = pack(features, num_tokens=9, num_sequences=3, num_labels=2, last_layer_subset=True)
+    assert batch["last_layer_rows"].tolist() == [0, 1, 3, 7, 8]
+    batch = pack(features, num_tokens=5, num_sequences=3, num_labels=5, last_layer_subset=True)
+    assert batch["last_layer_rows"].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("of_tokens", "of_sequences", "lengths", "words"),
+    [
+        ({"input_ids": np.arange(3)}, {}, np.array([2]), r"input_ids must have shape \(2,\)"),
+        ({"input_ids": np.ones(2)}, {}, np.array([2]), "input_ids must be an integer each"),
+        (
+            {"input_ids": np.arange(2)},
+            {"next_sentence_label": np.arange(2)},
+            np.array([2]),
+            r"next_sentence_label must have shape \(1,\)",
+        ),
+        ({"input_ids": np.arange(2)}, {}, np.array([2, 0]), "at least one token"),
+        ({"input_ids": np.arange(0)}, {}, np.array([], np.int64), "no sequence"),
+    ],
+)
+def test_pack_columns_refuses(of_tokens, of_sequences, lengths, words):
+    with pytest.raises(ValueError, match=words):
+        pack_columns(of_tokens, of_sequences, lengths, **CAPACITY)
 
 
 ONE = {"input_ids": [1, 2, 3], "labels": [1, 2, -100]}
@@ -70,6 +102,7 @@ ONE = {"input_ids": [1, 2, 3], "labels": [1, 2, -100]}
         ([{"input_ids": [1, 2], "token_type_ids": 0}], {}, "token_type_ids of sequence 0"),
         ([{"input_ids": [1, 2], "labels": 0.5}], {}, "must be an integer"),
         ([{"input_ids": [1, 2], "labels": 1}], {"num_labels": 2}, "labels of tokens"),
+        ([ONE], {"last_layer_subset": True}, "last_layer_subset needs num_labels"),
     ],
 )
 def test_pack_refuses(features, change, words):

@@ -17,7 +17,7 @@ import numpy as np
 
 from fastbert.data.noise import ACTION, LENGTH, REPLACEMENT, SELECT
 from fastbert.data.vocabulary import Vocabulary, word_starts
-from fastbert.padding import IGNORE_INDEX
+from fastbert.padding import IGNORE_INDEX, rows_beside
 
 UNITS = ("token", "word", "span")
 SELECTIONS = ("bernoulli", "rounded")
@@ -145,18 +145,20 @@ class MaskedTokens:
         return dense
 
     def padded(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Positions and labels of length `count`, filled up with position 0 and label -100.
+        """Positions and labels of length `count`; behind the masked tokens come others, with label
+        -100, so that every position is there once.
 
         Raises:
-            ValueError: more are masked.
+            ValueError: more are masked, or there are fewer tokens.
         """
         missing = count - len(self.positions)
         if missing < 0:
             raise ValueError(
                 f"count is {count}, but {len(self.positions)} tokens are masked; make it larger"
             )
+        others = rows_beside(self.positions, missing, len(self.input_ids))
         return (
-            np.pad(self.positions, (0, missing)),
+            np.concatenate([self.positions, others]),
             np.pad(self.labels, (0, missing), constant_values=IGNORE_INDEX),
         )
 

@@ -64,6 +64,8 @@ class TokenBudgetSampler:
                 f"lengths must lie in 1 to tokens_per_batch={tokens_per_batch}, got {shortest} to "
                 f"{longest}"
             )
+        # Of every batch's plan and state: a sum over the data set is not taken for each again.
+        self._num_tokens = int(self.lengths.sum())
         self.tokens_per_batch = tokens_per_batch
         self.rank, self.num_ranks = rank, num_ranks
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
@@ -137,7 +139,7 @@ class TokenBudgetSampler:
     def _identity(self) -> dict[str, int]:
         return {
             "num_sequences": len(self.lengths),
-            "num_tokens": int(self.lengths.sum()),
+            "num_tokens": self._num_tokens,
             "tokens_per_batch": self.tokens_per_batch,
             "num_ranks": self.num_ranks,
             "seed": self.seed,
@@ -172,7 +174,8 @@ class TokenBudgetSampler:
     def _window(self, order: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
         """More sequences from `place` on than a step can hold, if there are, and running sums."""
         budget = self.tokens_per_batch * self.num_ranks
-        reach = 2 * int(budget / max(self.lengths.mean(), 1)) + 1 if len(order) else 1
+        # Lengths are 1 at least, so only an empty data set has no tokens.
+        reach = 2 * (budget * len(order) // max(self._num_tokens, 1)) + 1
         while True:
             ahead = order[place : place + reach]
             ends = np.cumsum(self.lengths[ahead])
@@ -196,6 +199,8 @@ def balance(lengths: np.ndarray, num_ranks: int) -> list[np.ndarray]:
     """
     if len(lengths) < num_ranks:
         raise ValueError(f"{len(lengths)} sequences are too few for {num_ranks} ranks")
+    if num_ranks == 1:
+        return [np.arange(len(lengths))]
     lengths = np.asarray(lengths)
     parts = _longest_first(lengths, num_ranks)
     sums = np.array([lengths[part].sum() for part in parts])

@@ -63,7 +63,8 @@ class Sequences:
         indices = np.asarray(indices, np.int64)
         if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < len(self):
             raise IndexError(f"indices must lie in 0 to {len(self) - 1}, got {indices}")
-        lengths = self.lengths[indices]
+        # Not from `lengths`, which are those of the whole data set.
+        lengths = self.cu_seqlens[indices + 1] - self.cu_seqlens[indices]
         tokens = gather_ranges(self.cu_seqlens[indices], lengths)
         return Sequences(
             self.input_ids[tokens],

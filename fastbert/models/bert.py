@@ -58,12 +58,13 @@ from fastbert.ops.embed_layer_norm import embed_layer_norm
 from fastbert.ops.linear_gelu import linear_gelu
 from fastbert.ops.mlm_cross_entropy import mlm_cross_entropy
 from fastbert.ops.philox import draw_rng_state
-from fastbert.ops.unpad import unpad
+from fastbert.ops.unpad import pad, unpad
 from fastbert.padding import (
     PackedBatch,
     check_mask_shape,
     pack_batch,
     packed_input,
+    query_rows,
     restarting_positions,
 )
 from fastbert.reference.philox import SITE_EMBEDDING
@@ -78,12 +79,13 @@ PACKED_KEYWORDS = {
     "required_rows",
     "keep_rows",
     "pooled_rows",
+    "last_layer_rows",
     "cu_seq_lens_q",
     "cu_seq_lens_k",
     "max_length_q",
     "max_length_k",
 }
-OUR_KEYWORDS = {"rng_state", "required_rows", "keep_rows", "pooled_rows"}
+OUR_KEYWORDS = {"rng_state", "required_rows", "keep_rows", "pooled_rows", "last_layer_rows"}
 HEAD_KEYWORDS = {"return_logits", "num_items_in_batch", "label_rows"}
 # transformers' attentions that read cu_seq_lens_q themselves.
 PACKED_ATTENTION = {"flash_attention_2", "flash_attention_3"}
@@ -108,11 +110,13 @@ def gelu_form(activation) -> str | None:
 class BertLayer(CachesWeights, modeling_bert.BertLayer):
     """transformers' `BertLayer`, which given a `packed` batch runs fused on packed rows."""
 
-    def forward(self, hidden_states, *args, packed=None, index=0, rng_state=None, **kwargs):
+    def forward(
+        self, hidden_states, *args, packed=None, index=0, rng_state=None, query=None, **kwargs
+    ):
         if packed is None:
             return super().forward(hidden_states, *args, **kwargs)
         spec = self.spec(index)
-        return encoder_layer(spec, hidden_states, packed, rng_state, self.weight_cache)
+        return encoder_layer(spec, hidden_states, packed, rng_state, self.weight_cache, query)
 
     def spec(self, index: int) -> EncoderLayerSpec:
         """The layer's modules in the encoder's terms, at place `index` of the encoder."""
@@ -196,6 +200,8 @@ class BertModel(CachesWeights, transformers.BertModel):
             gives it; `attention_mask` is then 0 at filling behind the last sequence.
         pooled_rows: `(B,)` int64, unique; of packed input the rows the pooler reads, which makes
             `pooler_output` `(B, C)`. None: the first row alone, as in transformers.
+        last_layer_rows: `(R,)` int64, rising; of packed input the rows the last layer computes.
+            They attend to all rows of their sequence; the others are 0 in `last_hidden_state`.
         rng_state: `(2,)` int64, the dropout stream of this forward (docs/dropout.md); drawn from
             torch's generator if None.
         required_rows: `(B, S)` bool, padded positions whose output is wanted nevertheless, as a
@@ -334,6 +340,7 @@ class BertModel(CachesWeights, transformers.BertModel):
         max_length_k=None,
         keep_rows=False,
         pooled_rows=None,
+        last_layer_rows=None,
         **ignored,
     ):
         if (input_ids is None) == (inputs_embeds is None):
@@ -361,6 +368,11 @@ class BertModel(CachesWeights, transformers.BertModel):
                 "pooled_rows are rows of packed input and need cu_seq_lens_q; of a padded batch "
                 "the pooler reads position 0"
             )
+        elif last_layer_rows is not None:
+            raise ValueError(
+                "last_layer_rows are rows of packed input and need cu_seq_lens_q; pack the batch "
+                "by fastbert.padding.pack(..., last_layer_subset=True)"
+            )
         else:
             batch = pack_batch(
                 attention_mask,
@@ -381,6 +393,7 @@ class BertModel(CachesWeights, transformers.BertModel):
             required_rows is not None,
             keep_rows,
             pooled_rows,
+            None if last_layer_rows is None else query_rows(last_layer_rows, batch),
             output_hidden_states=output_hidden_states,
             return_dict=True,
         )
@@ -402,11 +415,16 @@ class BertModel(CachesWeights, transformers.BertModel):
         keep_query_only,
         keep_rows,
         pooled_rows,
+        query,
         **kwargs,
     ):
         rows = self._embed(batch, *inputs, rng_state)
+        last = len(self.encoder.layer) - 1
         for index, layer in enumerate(self.encoder.layer):
-            rows = layer(rows, packed=batch, index=index, rng_state=rng_state)
+            wanted = query if index == last else None
+            rows = layer(rows, packed=batch, index=index, rng_state=rng_state, query=wanted)
+            if wanted is not None:
+                rows = pad(rows, wanted.rows, batch.num_rows)
         pooled = None
         if self.pooler is not None:
             first = batch.first_rows(rows) if pooled_rows is None else unpad(rows, pooled_rows)
@@ -706,8 +724,12 @@ class _MaskedLMHead(CachesWeights):
             check_mask_shape("labels", labels, *size)
             if label_rows is None:
                 required = labels != IGNORE_INDEX
-            elif dispatch.is_checkable(labels):
-                _check_label_rows(labels, label_rows)
+            for name, rows in (
+                ("label_rows", label_rows),
+                ("last_layer_rows", kwargs.get("last_layer_rows")),
+            ):
+                if rows is not None and dispatch.is_checkable(labels):
+                    _check_reach(name, rows, labels)
         return self.bert(
             *inputs, required_rows=required, keep_rows=True, return_dict=True, **kwargs
         )
@@ -880,14 +902,11 @@ class BertForQuestionAnswering(_Head, transformers.BertForQuestionAnswering):
         return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
 
 
-def _check_label_rows(labels: torch.Tensor, label_rows: torch.Tensor) -> None:
-    listed, all_labels = (
-        int((x != IGNORE_INDEX).sum()) for x in (labels.view(-1)[label_rows], labels)
-    )
+def _check_reach(name: str, rows: torch.Tensor, labels: torch.Tensor) -> None:
+    listed, all_labels = (int((x != IGNORE_INDEX).sum()) for x in (labels.view(-1)[rows], labels))
     if listed != all_labels:
         raise ValueError(
-            f"label_rows must list every labelled row once: they reach {listed} labels of "
-            f"{all_labels}"
+            f"{name} must list every labelled row once: they reach {listed} labels of {all_labels}"
         )
 
 

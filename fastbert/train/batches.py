@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from fastbert.data import (
+    Batch,
     Corpus,
     Masking,
     RateSchedule,
@@ -30,7 +31,7 @@ from fastbert.data import (
     sentence_order_pairs,
 )
 from fastbert.data.noise import generator
-from fastbert.padding import pack
+from fastbert.padding import pack_columns
 from fastbert.train.config import ConfigError, DataConfig, MaskingConfig, Phase
 
 AHEAD = 2
@@ -104,6 +105,7 @@ class BatchStream:
         rank, num_ranks: this process and all of them.
         first_step: optimizer step at which the phase begins.
         pin: lay tensors into pinned memory, for copies that wait for nothing.
+        last_layer_subset: as in `fastbert.padding.pack`.
 
     Raises:
         ConfigError: a corpus without enough text for one batch.
@@ -123,6 +125,7 @@ class BatchStream:
         num_ranks: int = 1,
         first_step: int = 0,
         pin: bool = False,
+        last_layer_subset: bool = False,
     ):
         self._corpus, self._data, self._phase = corpus, data, phase
         self._vocabulary, self._special = Vocabulary.of(tokenizer), SpecialTokens.of(tokenizer)
@@ -130,6 +133,7 @@ class BatchStream:
         self._masking = masking_of(data.masking, num_steps)
         self._seed, self._rank, self._num_ranks = seed, rank, num_ranks
         self._first_step, self._pin = first_step, pin
+        self._last_layer_subset = last_layer_subset
         self._place = Place() if place is None else place
         # Of the first sequences that are made: a graph needs the same capacity for all batches.
         self._capacity: dict[str, int] | None = None
@@ -216,7 +220,7 @@ class BatchStream:
             raise ConfigError(f"data.masking: {error}") from error
         if self._capacity is None:
             self._capacity = self._room()
-        inputs = _packed(batch, self._capacity, self._pad_id)
+        inputs = self._packed(batch)
         if self._pin:
             inputs = {k: v.pin_memory() if torch.is_tensor(v) else v for k, v in inputs.items()}
         return TrainingBatch(
@@ -226,6 +230,32 @@ class BatchStream:
             self._phase.tokens_per_batch,
             len(batch.masked.positions),
         )
+
+    def _packed(self, batch: Batch) -> dict:
+        """The masked batch in tensors of fixed shapes."""
+        sequences = batch.sequences
+        of_tokens = {
+            "input_ids": sequences.input_ids,
+            "token_type_ids": sequences.token_type_ids,
+            "labels": batch.masked.dense_labels(),
+        }
+        of_sequences = {}
+        if sequences.pair_labels is not None:
+            of_sequences["next_sentence_label"] = sequences.pair_labels
+        try:
+            return pack_columns(
+                of_tokens,
+                of_sequences,
+                sequences.lengths,
+                **self._capacity,
+                pad_token_id=self._pad_id,
+                last_layer_subset=self._last_layer_subset,
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f"{error} (data.sequences_per_batch sets num_sequences, data.labels_per_batch sets "
+                f"num_labels)"
+            ) from error
 
     def _room(self) -> dict[str, int]:
         """The capacities of every batch, the same in every process and after every resumption."""
@@ -283,27 +313,6 @@ def prefetched(batches: Iterator[TrainingBatch]) -> Iterator[TrainingBatch]:
             batch = ahead.popleft().result()
             ahead.append(pool.submit(next, batches))
             yield batch
-
-
-def _packed(batch, capacity: dict[str, int], pad_id: int) -> dict:
-    """The masked batch in tensors of fixed shapes."""
-    sequences = batch.sequences
-    bounds = sequences.cu_seqlens[1:-1]
-    columns = {
-        "input_ids": np.split(sequences.input_ids, bounds),
-        "token_type_ids": np.split(sequences.token_type_ids, bounds),
-        "labels": np.split(batch.masked.dense_labels(), bounds),
-    }
-    if sequences.pair_labels is not None:
-        columns["next_sentence_label"] = list(sequences.pair_labels)
-    features = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    try:
-        return pack(features, **capacity, pad_token_id=pad_id)
-    except ValueError as error:
-        raise ConfigError(
-            f"{error} (data.sequences_per_batch sets num_sequences, data.labels_per_batch sets "
-            f"num_labels)"
-        ) from error
 
 
 def _shard_seed(seed: int, shard: int) -> int:

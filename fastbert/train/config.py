@@ -168,6 +168,9 @@ class PretrainConfig:
     """Layers keep their input alone and are computed again in the backward pass."""
     average_decay: float | None = None
     """Of an exponential average of the weights over the steps, kept beside them: 0.999, say."""
+    last_layer_subset: bool = False
+    """The last layer is computed for predicted tokens and the first of each sequence alone; without
+    dropout the losses and gradients are the same."""
     max_skipped: int = 25
     """Steps in a row with gradients that are not finite after which the run stops."""
     model: ModelConfig = field(default_factory=ModelConfig)

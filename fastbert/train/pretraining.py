@@ -305,6 +305,7 @@ class Pretraining:
             num_ranks=self.processes.size,
             first_step=sum(p.steps for p in self.config.phases[:phase]),
             pin=self.device.type == "cuda",
+            last_layer_subset=self.config.last_layer_subset,
         )
 
     def _open_journal(self) -> Journal | SilentJournal:
