@@ -1,5 +1,7 @@
 """One seed, the sizes in the header, and `--tiny` to cut them for the suite's own test."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,6 +10,9 @@ from .shapes import BATCHES, SEED, describe
 
 def pytest_addoption(parser):
     parser.addoption("--tiny", action="store_true", help="smallest sizes, to see that all run")
+    parser.addoption(
+        "--texts", nargs="*", type=Path, default=[], help="files or folders of text, for training"
+    )
 
 
 @pytest.fixture(autouse=True)

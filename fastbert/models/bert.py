@@ -654,6 +654,9 @@ class _MaskedLMHead(CachesWeights):
         elif batch.indices is not None:
             labels = labels[batch.indices]
         if label_rows is not None:
+            if dispatch.is_checkable(labels):
+                # Rows that only fill the capacity cost a decoder's product each.
+                label_rows = label_rows[labels[label_rows] != IGNORE_INDEX]
             rows, labels = unpad(rows, label_rows), labels[label_rows]
         elif not dispatch.is_symbolic(rows):
             labelled = labels != IGNORE_INDEX
