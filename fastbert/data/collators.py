@@ -7,7 +7,8 @@ They derive from transformers' class: the same fields, checks, padding and hooks
 - every sequence has at least one predicted token;
 - whole words keep the 80/10/10 split and are told by the vocabulary, by `offset_mapping`,
   `word_ids` or `chinese_ref`, whichever is there, in rows of any length;
-- with a seed, masks are new in every epoch and worker, and a rerun repeats them all.
+- with a seed, masks are new in every epoch, worker and process of a run, and a rerun repeats them
+  all; `set_epoch` says where a run that is resumed goes on.
 """
 
 import os
@@ -29,6 +30,8 @@ from fastbert.data.vocabulary import Vocabulary, word_starts
 
 # DataLoader workers that are told apart; a slot counts how often a worker was started.
 _WORKERS = 4096
+_COUNTED = -1
+"""In place of an epoch: none was named."""
 _COLUMNS = ("special_tokens_mask", "offset_mapping", "word_ids", "chinese_ref")
 
 
@@ -58,6 +61,24 @@ class DataCollatorForLanguageModeling(transformers.DataCollatorForLanguageModeli
         self._process, self._start, self._draws = None, 0, 0
         if self.seed is not None:
             self._starts = torch.zeros(_WORKERS, dtype=torch.int64).share_memory_()
+            self._epoch = torch.full((), _COUNTED, dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Names the epoch whose batches come next, as for a sampler, also to workers that run.
+
+        The masks of a batch are then a function of (seed, epoch, process of the run, worker, number
+        of the batch), so that a run resumed at an epoch goes on with that epoch's. Without a call
+        epochs are counted from the collator's making.
+
+        Raises:
+            ValueError: a negative epoch; a collator without `seed`, whose masks follow the global
+                generator.
+        """
+        if self.seed is None:
+            raise ValueError("set_epoch needs a collator with a seed; give it seed=...")
+        if epoch < 0:
+            raise ValueError(f"epoch must be 0 or more, got {epoch}")
+        self._epoch.fill_(epoch)
 
     def torch_call(self, examples: list[Any]) -> dict[str, Any]:
         """A batch of tensors."""
@@ -208,11 +229,12 @@ class DataCollatorForLanguageModeling(transformers.DataCollatorForLanguageModeli
         return self._vocabulary
 
     def _rng(self, draw_seed) -> np.random.Generator:
-        """The next call's generator: of (seed, worker, start of the worker, call), or without a
-        seed of the global one.
+        """The next call's generator: of (seed, epoch, process of the run, worker, call), or without
+        a seed of the global one.
 
-        A DataLoader starts its workers anew in every epoch, each with the collator as it was in the
-        main process; counting the starts in memory that all share tells the epochs apart.
+        Where no epoch is named, the starts of workers tell epochs apart: a DataLoader starts them
+        anew in every epoch, each with the collator as it was in the main process, so they are
+        counted in memory that all share.
         """
         if self.seed is None:
             return generator(draw_seed())
@@ -222,8 +244,13 @@ class DataCollatorForLanguageModeling(transformers.DataCollatorForLanguageModeli
             self._process, self._draws = os.getpid(), 0
             self._starts[worker] += 1
             self._start = int(self._starts[worker])
+        epoch = int(self._epoch)
+        if epoch != _COUNTED and epoch + 1 != self._start:
+            self._start, self._draws = epoch + 1, 0
         self._draws += 1
-        return generator(self.seed, self._start, worker << 32 | self._draws)
+        # torchrun numbers the processes of a run, and workers inherit its environment.
+        rank = int(os.environ.get("RANK", "0"))
+        return generator(self.seed, self._start, rank << 44 | worker << 32 | self._draws)
 
 
 @dataclass

@@ -207,6 +207,41 @@ def test_masks_are_new_in_every_epoch_and_worker(tokenizer, workers, persistent)
     assert not set(_epochs(tokenizer, workers, persistent, epochs=1, seed=6)) & set(masks)
 
 
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_a_resumed_run_goes_on_with_its_epoch(tokenizer, workers, persistent):
+    rows = [{"input_ids": [2, *range(10, 74), 3]}] * 16
+
+    def epochs(numbers):
+        collator = fastbert.DataCollatorForLanguageModeling(tokenizer, seed=5)
+        loader = DataLoader(
+            rows, 4, collate_fn=collator, num_workers=workers, persistent_workers=persistent
+        )
+        masks = []
+        for number in numbers:
+            collator.set_epoch(number)
+            masks += [tuple((b["labels"] != -100).flatten().tolist()) for b in loader]
+        return masks
+
+    whole = epochs([0, 1, 2])
+    assert len(set(whole)) == 12
+    assert epochs([1, 2]) == whole[4:] and epochs([2]) == whole[8:]
+
+
+def test_processes_of_a_run_mask_differently(tokenizer, monkeypatch):
+    drawn = set()
+    for rank in ("0", "1", "7"):
+        monkeypatch.setenv("RANK", rank)
+        drawn |= set(_epochs(tokenizer, 0, epochs=1))
+    assert len(drawn) == 12
+
+
+def test_epochs_that_cannot_be_named(tokenizer):
+    with pytest.raises(ValueError, match="needs a collator with a seed"):
+        fastbert.DataCollatorForLanguageModeling(tokenizer).set_epoch(0)
+    with pytest.raises(ValueError, match="0 or more, got -1"):
+        fastbert.DataCollatorForLanguageModeling(tokenizer, seed=0).set_epoch(-1)
+
+
 def test_masks_follow_the_global_seed_without_one(tokenizer):
     for kind, seed in (("pt", torch.manual_seed), ("np", np.random.seed)):
         collator = fastbert.DataCollatorForLanguageModeling(tokenizer, return_tensors=kind)
