@@ -64,7 +64,7 @@ ARROWS = {
     },
     "fastbert.capture": set(),
     "fastbert.graphed_forward": {"fastbert.capture", "fastbert.padding"},
-    "fastbert.optim": {"fastbert.optim"},
+    "fastbert.optim": {"fastbert.dispatch", "fastbert.optim", "fastbert.peers"},
     "fastbert.train": {
         "fastbert",
         "fastbert.capture",

@@ -220,10 +220,10 @@ def page() -> str:
         f"tokens. Compute is [the roofline](roofline.md)'s at {REACHED:.0%} of it; what the host "
         "needs is left out.",
         f"A GPU sends {WITHIN / 1e9:.0f} GB/s within a machine of {A_MACHINE} and "
-        f"{ACROSS / 1e9:.0f} GB/s across,",
-        f"with {LATENCY_WITHIN * 1e6:.0f} and {LATENCY_ACROSS * 1e6:.0f} µs a hop. Gradients are "
-        "exchanged behind the last backward pass of a step, FSDP2's layers behind every pass;",
-        "what does not fit, and the last piece, is waited for. The first lines of",
+        f"{ACROSS / 1e9:.0f} GB/s across, with {LATENCY_WITHIN * 1e6:.0f} and "
+        f"{LATENCY_ACROSS * 1e6:.0f} µs a hop.",
+        "Gradients are exchanged behind the last backward pass of a step, FSDP2's layers behind",
+        "every pass; what does not fit, and the last piece, is waited for. The first lines of",
         "`benchmarks/gpu/scaling.py`, which makes this page, hold the assumptions.",
         "",
         "![time per step](scaling.png)",

@@ -4,9 +4,13 @@ Source: You et al. 2020, "Large batch optimization for deep learning: training B
 algorithm 2, with the scaling function of the weights' norm being the norm itself.
 """
 
+from typing import Literal
+
 import torch
 
+from fastbert import dispatch
 from fastbert.optim.device_skipping import DeviceSkippingOptimizer, moved_average_
+from fastbert.peers import apex
 
 
 class LAMB(DeviceSkippingOptimizer):
@@ -23,9 +27,13 @@ class LAMB(DeviceSkippingOptimizer):
         params: tensors or groups, fp32 (`fastbert.optim.decay_groups`).
         lr, betas, eps, weight_decay: lr, (β1, β2), ε, λ.
         adapt_without_decay: use the ratio in groups without decay, too.
+        implementation: "fastbert", lists of tensors through torch; "apex", NVIDIA apex' kernel,
+            which reads and writes each tensor once and takes the parameters of a group to have been
+            updated equally often; "auto", apex where it can.
 
     Raises:
-        ValueError: settings out of range, parameters in half precision.
+        ValueError: settings out of range, parameters in half precision, an unknown implementation.
+        NotImplementedError: "apex" where it cannot, with the reasons.
     """
 
     def __init__(
@@ -37,6 +45,7 @@ class LAMB(DeviceSkippingOptimizer):
         weight_decay: float = 0.01,
         *,
         adapt_without_decay: bool = False,
+        implementation: Literal["auto", "fastbert", "apex"] = "auto",
     ):
         super().__init__(
             params,
@@ -46,8 +55,38 @@ class LAMB(DeviceSkippingOptimizer):
             weight_decay=weight_decay,
             adapt_without_decay=adapt_without_decay,
         )
+        self._uses_apex = self._chosen(implementation)
+
+    def _chosen(self, implementation: str) -> bool:
+        """Whether apex' kernel is used."""
+        if implementation not in ("auto", "fastbert", "apex"):
+            raise ValueError(
+                f"implementation must be auto, fastbert or apex, got {implementation!r}"
+            )
+        if implementation == "fastbert":
+            return False
+        reasons = apex.why_no_lamb([p for group in self.param_groups for p in group["params"]])
+        if reasons and implementation == "apex":
+            raise NotImplementedError(f"LAMB: apex cannot: {'; '.join(reasons)}")
+        return not reasons
 
     def _update(self, group, params, grads, states, skip):
+        if self._uses_apex:
+            apex.lamb_(
+                params,
+                grads,
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                step=states[0]["step"],
+                skip=skip,
+                adapt_without_decay=group["adapt_without_decay"],
+            )
+            return
+        dispatch.count("lamb", "fastbert")
         beta1, beta2 = group["betas"]
         weight_decay = group["weight_decay"]
         steps = [state["step"] for state in states]

@@ -1,4 +1,4 @@
-"""NVIDIA apex: its FusedLayerNorm as the norm of `add_layer_norm`.
+"""NVIDIA apex: its FusedLayerNorm as the norm of `add_layer_norm`, its LAMB kernel as ours.
 
 The package index has another project under the name apex. NVIDIA's is told by `amp_C`, the
 extension that its build with CUDA brings, and without which it has no fused kernels.
@@ -8,6 +8,7 @@ Letters: T rows, C features.
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 
 import torch
 
@@ -79,3 +80,70 @@ def not_supported(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     if h.numel() == 0:
         reasons.append("it takes at least one row")
     return reasons
+
+
+def why_no_lamb(params: Sequence[torch.Tensor]) -> list[str]:
+    """Why apex cannot update these parameters by LAMB; empty if it can."""
+    missing = why_not_importable()
+    if missing is not None:
+        return [missing]
+    reasons = []
+    if not hasattr(importlib.import_module("amp_C"), "multi_tensor_lamb_mp"):
+        reasons.append(f"this apex has no amp_C.multi_tensor_lamb_mp; {INSTALL}")
+    if any(p.device.type not in DEVICES for p in params):
+        reasons.append("it takes CUDA tensors")
+    if any(type(p) not in (torch.nn.Parameter, torch.Tensor) for p in params):
+        reasons.append("it takes whole tensors, no shards")
+    if any(p.dtype != torch.float32 for p in params):
+        reasons.append("it keeps weights in fp32")
+    return reasons
+
+
+def lamb_(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    moments: Sequence[torch.Tensor],
+    squares: Sequence[torch.Tensor],
+    *,
+    lr: float | torch.Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: torch.Tensor,
+    skip: torch.Tensor,
+    adapt_without_decay: bool,
+) -> None:
+    """`fastbert.optim.LAMB`'s update in place, by the kernel of apex' FusedMixedPrecisionLamb: the
+    one that reads rate, step and whether to skip from the device.
+
+    Args:
+        params, grads, moments, squares: lists of fp32 tensors of equal shapes, changed but for
+            grads.
+        lr, betas, eps, weight_decay, adapt_without_decay: as LAMB has them.
+        step: scalar, this update's number from 1, of all params.
+        skip: scalar bool, where True nothing changes.
+    """
+    dispatch.count("lamb", "apex")
+    device = params[0].device
+    one, none = torch.ones(1, device=device), torch.zeros(1, device=device)
+    apply = importlib.import_module("apex.multi_tensor_apply").multi_tensor_applier
+    apply(
+        importlib.import_module("amp_C").multi_tensor_lamb_mp,
+        skip.to(torch.int32).reshape(1),
+        [list(grads), list(params), list(moments), list(squares)],
+        torch.as_tensor(lr, dtype=torch.float32, device=device).reshape(1),
+        *betas,
+        eps,
+        step.to(torch.int32).reshape(1),
+        1,  # corrects the moments' bias
+        weight_decay,
+        1,  # averages gradients: m gets (1 - beta1) of them
+        1,  # decoupled decay
+        # Gradients are clipped before: of norm 0 they are below any bound.
+        none,
+        one,
+        adapt_without_decay,
+        skip.float().reshape(1),
+        # What gradients are multiplied by; they were unscaled before.
+        one,
+    )

@@ -155,3 +155,36 @@ def apex(monkeypatch):
         fused_layer_norm_affine=fused_layer_norm_affine,
     )
     return calls
+
+
+def _lamb_mp(chunk, noop, lists, lr, beta1, beta2, eps, step, bias_correction, weight_decay, *rest):
+    """The kernel's contract in plain PyTorch: what it is given on the device it reads there."""
+    grad_averaging, mode, global_norm, max_norm, use_nvlamb, found_inf, inv_scale = rest
+    assert chunk > 0 and bias_correction == grad_averaging == mode == 1
+    for tensor in (noop, lr, step, global_norm, max_norm, found_inf, inv_scale):
+        assert isinstance(tensor, torch.Tensor) and tensor.numel() == 1
+    assert noop.dtype == step.dtype == torch.int32 and lr.dtype == torch.float32
+    if found_inf.item():
+        return
+    clip = max(global_norm.item() / max_norm.item(), 1.0)
+    for grad, weight, moment, square in zip(*lists, strict=True):
+        grad = grad * inv_scale / clip
+        moment.mul_(beta1).add_(grad, alpha=1 - beta1)
+        square.mul_(beta2).add_(grad * grad, alpha=1 - beta2)
+        t = step.item()
+        update = moment / (1 - beta1**t) / ((square / (1 - beta2**t)).sqrt() + eps)
+        update += weight_decay * weight
+        norms = weight.norm().item(), update.norm().item()
+        adapts = (use_nvlamb or weight_decay) and all(norms)
+        weight.sub_(update * (lr * (norms[0] / norms[1] if adapts else 1.0)))
+
+
+@pytest.fixture
+def apex_lamb(apex, monkeypatch):
+    """NVIDIA's apex with its LAMB kernel."""
+
+    def multi_tensor_applier(op, noop_flag_buffer, tensor_lists, *args):
+        return op(2048 * 32, noop_flag_buffer, tensor_lists, *args)
+
+    install(monkeypatch, "amp_C", multi_tensor_lamb_mp=_lamb_mp)
+    install(monkeypatch, "apex.multi_tensor_apply", multi_tensor_applier=multi_tensor_applier)

@@ -73,6 +73,22 @@ def test_stream_goes_on_behind_any_batch(corpora, sequences, masking):
     assert not _equal(batches[0], batches[1])
 
 
+def test_rows_of_the_last_layer_come_with_the_batch(corpora):
+    """And nothing else changes."""
+    data = DataConfig(sequences="next_sentence")
+    plain, subset = (
+        list(islice(_stream(corpora, data, last_layer_subset=flag), 5)) for flag in (False, True)
+    )
+    for batch, other in zip(plain, subset, strict=True):
+        rows = set(other.inputs.pop("last_layer_rows").tolist())
+        assert _equal(batch, other)
+        labelled = (batch.inputs["labels"][0] != -100).nonzero().flatten().tolist()
+        firsts = batch.inputs["cu_seq_lens_q"][:-1].unique().tolist()
+        # The last one is the end where there is room for more sequences.
+        assert {*labelled, *firsts[: len(batch.lengths)]} <= rows
+        assert len(rows) < PHASE.tokens_per_batch
+
+
 def test_epochs_and_seeds_differ(corpora):
     first, second, other = (
         next(iter(_stream(corpora, place=Place(epoch=epoch), seed=seed)))

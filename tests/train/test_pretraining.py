@@ -42,6 +42,19 @@ def _pretrain(*arguments, code: int = 0) -> str:
     return result.output
 
 
+def test_last_layer_subset_trains_alike(settings, tmp_path):
+    """Losses and weights of whole runs without dropout, in fp32."""
+    settings["model"] |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    losses = {}
+    for flag in (False, True):
+        run = tmp_path / str(flag)
+        config = config_from({**settings, "output": str(run), "last_layer_subset": flag})
+        assert pretrain(config).finished
+        losses[flag] = [r["loss"] for r in read_records(run / METRICS) if "loss" in r]
+    assert len(losses[True]) == 12
+    assert losses[True] == pytest.approx(losses[False], rel=1e-5)
+
+
 def test_from_text_to_transformers(corpora, tmp_path):
     """Tokenizer, corpus, 20 steps in two goes, export: transformers has the run's logits."""
     text = corpora / "train.txt"
