@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import fastbert
 from fastbert.cli.main import app
 from fastbert.data import prepare, train_tokenizer
+from fastbert.padding import query_rows
 from fastbert.testing.models import assert_packed
 from fastbert.testing.runs import learned
 from fastbert.train import GraphedStep, building, pretraining
@@ -49,7 +50,9 @@ def test_last_layer_subset_trains_alike(settings, tmp_path):
     for flag in (False, True):
         run = tmp_path / str(flag)
         config = config_from({**settings, "output": str(run), "last_layer_subset": flag})
-        assert pretrain(config).finished
+        with mock.patch("fastbert.models.bert.query_rows", wraps=query_rows) as limited:
+            assert pretrain(config).finished
+        assert limited.called == flag
         losses[flag] = [r["loss"] for r in read_records(run / METRICS) if "loss" in r]
     assert len(losses[True]) == 12
     assert losses[True] == pytest.approx(losses[False], rel=1e-5)
