@@ -16,7 +16,12 @@ at::Tensor bias_gelu_fwd_cpu(const at::Tensor&, const std::optional<at::Tensor>&
 std::tuple<at::Tensor, at::Tensor> bias_gelu_bwd_cpu(const at::Tensor&, const at::Tensor&,
                                                      const std::optional<at::Tensor>&,
                                                      std::string_view);
-
+at::Tensor geglu_fwd_cpu(const at::Tensor&, const std::optional<at::Tensor>&, std::string_view);
+std::tuple<at::Tensor, at::Tensor> geglu_bwd_cpu(const at::Tensor&, const at::Tensor&,
+                                                 const std::optional<at::Tensor>&,
+                                                 std::string_view);
+at::Tensor rotary_cpu(const at::Tensor&, int64_t, const at::Tensor&, const at::Tensor&,
+                      const at::Tensor&, bool);
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_fwd_cpu(
     const at::Tensor&, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
     const at::Tensor&, const std::optional<at::Tensor>&, double, double, int64_t,
@@ -85,6 +90,9 @@ TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
   m.impl("score_keep_mask_cpu", &fastbert::score_keep_mask_cpu);
   m.impl("bias_gelu_fwd_cpu", &fastbert::bias_gelu_fwd_cpu);
   m.impl("bias_gelu_bwd_cpu", &fastbert::bias_gelu_bwd_cpu);
+  m.impl("geglu_fwd_cpu", &fastbert::geglu_fwd_cpu);
+  m.impl("geglu_bwd_cpu", &fastbert::geglu_bwd_cpu);
+  m.impl("rotary_cpu", &fastbert::rotary_cpu);
   m.impl("add_layer_norm_fwd_cpu", &fastbert::add_layer_norm_fwd_cpu);
   m.impl("add_layer_norm_bwd_cpu", &fastbert::add_layer_norm_bwd_cpu);
   m.impl("embed_layer_norm_fwd_cpu", &fastbert::embed_layer_norm_fwd_cpu);

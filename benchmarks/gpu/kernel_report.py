@@ -159,6 +159,10 @@ def _matmul(**constants) -> Callable[[str, object], dict]:
     return of
 
 
+def _rotary(dtype: str, target) -> dict:
+    return {"INVERSE": False, "HALF": 32, **_module("rotary").blocks(32)}
+
+
 def _fixed(**constants) -> Callable[[str, object], dict]:
     return lambda dtype, target: constants
 
@@ -182,6 +186,12 @@ KERNELS = {
     ("bias_gelu", "_bias_gelu_fwd_kernel"): Kernel(_fixed(ERF=True, HAS_BIAS=True, COLS=1024)),
     ("bias_gelu", "_bias_gelu_bwd_kernel"): Kernel(
         _fixed(ERF=True, HAS_BIAS=True, COLS=512), wide=False
+    ),
+    ("geglu", "_geglu_fwd_kernel"): Kernel(_fixed(ERF=True, HAS_BIAS=True, COLS=1024)),
+    ("geglu", "_geglu_bwd_kernel"): Kernel(_fixed(ERF=True, HAS_BIAS=True, COLS=512), wide=False),
+    ("rotary", "_rotary_kernel"): Kernel(
+        _rotary,
+        {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "index_ptr": "*i64"},
     ),
     ("add_layer_norm", "_add_layer_norm_fwd_kernel"): Kernel(
         _tile(

@@ -18,6 +18,9 @@ namespace {
 constexpr const char* kOp = "attention";
 // Multiplications of one task that are worth a thread.
 constexpr int64_t kTaskGrain = int64_t{1} << 18;
+constexpr int64_t kFar = std::numeric_limits<int64_t>::max() / 2;
+// Blocks of queries in a forward task with a window, so that the keys it sees stay in cache.
+constexpr int64_t kWindowPiece = 16;
 
 struct Options {
   double softmax_scale;
@@ -35,7 +38,6 @@ at::Tensor with_contiguous_heads(const at::Tensor& t) {
 
 Attention attention_of(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                        const Options& options) {
-  constexpr int64_t kFar = std::numeric_limits<int64_t>::max() / 2;
   const auto side = [&](size_t i) {
     const bool bound = options.window.has_value() && (*options.window)[i] >= 0;
     return bound ? (*options.window)[i] : kFar;
@@ -58,9 +60,11 @@ Attention attention_of(const at::Tensor& q, const at::Tensor& k, const at::Tenso
   return a;
 }
 
+bool has_window(const Attention& a) { return a.left < kFar && a.right < kFar; }
+
 // The host bounds of the lengths are of no use here: the lengths themselves are read.
 std::vector<AttentionTask> tasks_of(const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
-                                    int64_t num_heads, bool cut_queries) {
+                                    int64_t num_heads, bool cut_queries, bool has_window) {
   const at::Tensor q = cu_seqlens_q.to(at::kLong).contiguous();
   const at::Tensor k = cu_seqlens_k.to(at::kLong).contiguous();
   const int64_t *q_starts = q.const_data_ptr<int64_t>(), *k_starts = k.const_data_ptr<int64_t>();
@@ -75,7 +79,9 @@ std::vector<AttentionTask> tasks_of(const at::Tensor& cu_seqlens_q, const at::Te
   for (int64_t i = 0; i < sequences; ++i) {
     const int64_t num_q = q_starts[i + 1] - q_starts[i], num_k = k_starts[i + 1] - k_starts[i];
     if (num_q == 0 || num_k == 0) continue;
-    const int64_t blocks = ceil_div(num_q, kBlock), step = ceil_div(blocks, pieces);
+    const int64_t blocks = ceil_div(num_q, kBlock);
+    const int64_t most = cut_queries && has_window ? kWindowPiece : blocks;
+    const int64_t step = std::min(most, ceil_div(blocks, pieces));
     for (int64_t head = 0; head < num_heads; ++head) {
       for (int64_t first = 0; first < blocks; first += step) {
         tasks.push_back({i, head, q_starts[i], num_q, k_starts[i], num_k, first,
@@ -95,7 +101,7 @@ void run_tasks(const Attention& a, const std::vector<AttentionTask>& tasks, bool
   if (tasks.empty()) return;
   int64_t bytes = 0, work = 0;
   for (const AttentionTask& t : tasks) {
-    bytes = std::max(bytes, kernels().attention_scratch(a, t.num_k, backward));
+    bytes = std::max(bytes, kernels().attention_scratch(a, t, backward));
     work += (t.last_block - t.first_block) * kBlock * t.num_k * a.head_dim;
   }
   const Kernel kernel = backward ? kernels().attention_bwd : kernels().attention_fwd;
@@ -129,7 +135,7 @@ std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(
   const at::Tensor q = with_contiguous_heads(query), k = with_contiguous_heads(key);
   const at::Tensor v = with_contiguous_heads(value);
   Attention a = attention_of(q, k, v, {softmax_scale, window, dropout_p, site, rng_state});
-  const auto tasks = tasks_of(cu_seqlens_q, cu_seqlens_k, a.num_heads, true);
+  const auto tasks = tasks_of(cu_seqlens_q, cu_seqlens_k, a.num_heads, true, has_window(a));
   at::Tensor out = empty_from_pool({q.size(0), a.num_heads, a.head_dim}, q.options());
   at::Tensor lse = at::empty({a.num_heads, q.size(0)}, q.options().dtype(at::kFloat));
   if (leaves_rows(q, tasks, false)) {
@@ -154,7 +160,7 @@ void attention_bwd_into(const at::Tensor& dout, const at::Tensor& query, const a
   const at::Tensor gradient = with_contiguous_heads(dout.to(q.scalar_type()));
   const at::Tensor lse = softmax_lse.contiguous();
   Attention a = attention_of(q, k, v, options);
-  const auto tasks = tasks_of(cu_seqlens_q, cu_seqlens_k, a.num_heads, false);
+  const auto tasks = tasks_of(cu_seqlens_q, cu_seqlens_k, a.num_heads, false, has_window(a));
   for (int i = 0; i < 3; ++i) {
     if (leaves_rows(gradients[i], tasks, i > 0)) gradients[i].zero_();
   }

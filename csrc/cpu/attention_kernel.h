@@ -1,6 +1,7 @@
 // Attention of one head over one sequence. Keys and values are packed once; then 32 queries at a
 // time see all their keys: a row of scores is whole when its softmax is taken, so nothing is
-// rescaled, and a query's result does not depend on which queries stand beside it.
+// rescaled, and a query's result does not depend on which queries stand beside it. With a window a
+// tile is as wide as the blocks of keys that its queries see: nothing else is read or computed.
 //
 // Backward keeps its two gradients over keys transposed, (head_dim, keys): probabilities and their
 // gradients then are right operands, whose pairs of rows are made by a shift and an or, where as
@@ -72,6 +73,34 @@ FASTBERT_INLINE KeyRange keys_seen(const Attention& a, int64_t query, int64_t nu
   return {first, last};
 }
 
+// The blocks [first, last) of keys that a block of queries sees.
+struct KeyBlocks {
+  int64_t first, last;
+
+  FASTBERT_INLINE int64_t count() const { return last - first; }
+};
+
+FASTBERT_INLINE KeyBlocks key_blocks_seen(const Attention& a, int64_t first_block,
+                                          int64_t last_block, int64_t num_keys) {
+  const int64_t begin = keys_seen(a, first_block * kBlock, num_keys).begin;
+  const int64_t end = keys_seen(a, last_block * kBlock - 1, num_keys).end;
+  return {begin / kBlock, larger(begin / kBlock, blocks_of(end))};
+}
+
+// Blocks of keys that `group` neighbouring blocks of a task's queries see at most.
+FASTBERT_INLINE int64_t widest_tile(const Attention& a, const AttentionTask& t, int64_t group) {
+  int64_t most = 0;
+  for (int64_t block = t.first_block; block < t.last_block; block += group) {
+    most = larger(most, key_blocks_seen(a, block, block + group, t.num_k).count());
+  }
+  return most;
+}
+
+// `keys`, counted from the first of a tile.
+FASTBERT_INLINE KeyRange within(KeyRange keys, KeyBlocks tile) {
+  return {keys.begin - tile.first * kBlock, keys.end - tile.first * kBlock};
+}
+
 FASTBERT_INLINE float largest_of(const float* row, int64_t n) {
   Vec best = broadcast(-__builtin_inff());
   int64_t i = 0;
@@ -114,16 +143,16 @@ FASTBERT_INLINE V seen_only(KeyRange keys, int64_t c, V v) {
   return all ? v : only_between(v, keys.begin - c, keys.end - c);
 }
 
-// The bits of 32 queries from `query`, or null without dropout.
+// The bits of 32 queries from `query` and a tile's keys, or null without dropout.
 FASTBERT_INLINE const uint32_t* keep_bits(const Attention& a, const AttentionTask& t, int64_t query,
-                                          int64_t words, uint32_t* bits) {
+                                          KeyBlocks tile, uint32_t* bits) {
   if (a.dropout.stream.threshold == 0) return nullptr;
   const auto sequence_head =
       static_cast<uint32_t>(static_cast<uint64_t>(t.sequence) * static_cast<uint64_t>(a.num_heads) +
                             static_cast<uint64_t>(t.head));
   for (int64_t half = 0; half < kBlock; half += 16) {
-    score_keep_bits(a.dropout.stream, sequence_head, query + half, t.num_k, words,
-                    bits + half * words);
+    score_keep_bits(a.dropout.stream, sequence_head, query + half, tile.first * kBlock,
+                    tile.count() * kBlock, tile.count(), bits + half * tile.count());
   }
   return bits;
 }
@@ -242,49 +271,53 @@ struct ForwardScratch {
   float *scores, *sums;
   uint32_t* bits;
 
-  FASTBERT_INLINE ForwardScratch(Scratch& s, const Attention& a, int64_t num_k) {
+  FASTBERT_INLINE ForwardScratch(Scratch& s, const Attention& a, const AttentionTask& t) {
     const int64_t bytes = bytes_per_block(a.arithmetic), deep = blocks_of(a.head_dim);
-    const int64_t key_blocks = blocks_of(num_k);
-    keys = s.take<char>(key_blocks * deep * bytes);
-    values = s.take<char>(key_blocks * deep * bytes);
+    const int64_t held = key_blocks_seen(a, t.first_block, t.last_block, t.num_k).count();
+    const int64_t tile = widest_tile(a, t, 1);
+    keys = s.take<char>(held * deep * bytes);
+    values = s.take<char>(held * deep * bytes);
     query = s.take<char>(deep * bytes);
-    weights = s.take<char>(key_blocks * bytes);
-    scores = s.take<float>(kBlock * score_step(key_blocks));
+    weights = s.take<char>(tile * bytes);
+    scores = s.take<float>(kBlock * score_step(tile));
     sums = s.take<float>(kBlock * deep * kBlock);
     // Sixteen columns more: the masks are made 64 columns at a time.
-    bits = s.take<uint32_t>(kBlock * (key_blocks + 1));
+    bits = s.take<uint32_t>(kBlock * (tile + 1));
   }
 };
 
 template <bool kHalves>
 void attention_fwd_task(const Attention& a, const AttentionTask& t, char* memory) {
   Scratch pieces{memory};
-  const ForwardScratch s(pieces, a, t.num_k);
+  const ForwardScratch s(pieces, a, t);
   const int64_t bytes = bytes_per_block(a.arithmetic), deep = blocks_of(a.head_dim);
-  const int64_t key_blocks = blocks_of(t.num_k), padded = key_blocks * kBlock,
-                step = score_step(key_blocks), width = deep * kBlock;
+  const KeyBlocks held = key_blocks_seen(a, t.first_block, t.last_block, t.num_k);
+  const int64_t step = score_step(widest_tile(a, t, 1)), width = deep * kBlock;
   const Source q = head_of(a, a.q, t.head, t.first_q, t.num_q);
   pack_head(head_of(a, a.k, t.head, t.first_k, t.num_k), a.arithmetic, Layout::kBTransposed, false,
-            0, key_blocks, s.keys);
-  pack_head(head_of(a, a.v, t.head, t.first_k, t.num_k), a.arithmetic, Layout::kB, true, 0,
-            key_blocks, s.values);
+            held.first, held.count(), s.keys);
+  pack_head(head_of(a, a.v, t.head, t.first_k, t.num_k), a.arithmetic, Layout::kB, true, held.first,
+            held.count(), s.values);
   Softmax rows[kBlock];
   for (int64_t block = t.first_block; block < t.last_block; ++block) {
     const int64_t query = block * kBlock, count = smaller(kBlock, t.num_q - query);
+    const KeyBlocks tile = key_blocks_seen(a, block, block + 1, t.num_k);
+    const int64_t start = tile.first - held.first;
     pack_head(q, a.arithmetic, Layout::kA, false, block, 1, s.query);
-    for (int64_t j = 0; j < key_blocks; ++j) {
-      a.multiply(s.query, s.keys + j * deep * bytes, deep, s.scores + j * kBlock, step, false);
+    for (int64_t j = 0; j < tile.count(); ++j) {
+      a.multiply(s.query, s.keys + (start + j) * deep * bytes, deep, s.scores + j * kBlock, step,
+                 false);
     }
-    const uint32_t* bits = keep_bits(a, t, query, key_blocks, s.bits);
+    const uint32_t* bits = keep_bits(a, t, query, tile, s.bits);
     for (int64_t r = 0; r < kBlock; ++r) {
-      const KeyRange seen = keys_seen(a, query + r, t.num_k);
-      rows[r] = softmax_row<kHalves>(a, r < count ? seen : KeyRange{0, 0}, padded,
-                                     bits == nullptr ? nullptr : bits + r * key_blocks, r,
+      const KeyRange seen = within(keys_seen(a, query + r, t.num_k), tile);
+      rows[r] = softmax_row<kHalves>(a, r < count ? seen : KeyRange{0, 0}, tile.count() * kBlock,
+                                     bits == nullptr ? nullptr : bits + r * tile.count(), r,
                                      s.scores + r * step, s.weights);
     }
     for (int64_t d = 0; d < deep; ++d) {
-      a.multiply(s.weights, s.values + d * key_blocks * bytes, key_blocks, s.sums + d * kBlock,
-                 width, false);
+      a.multiply(s.weights, s.values + (d * held.count() + start) * bytes, tile.count(),
+                 s.sums + d * kBlock, width, false);
     }
     for (int64_t r = 0; r < count; ++r) {
       // A query without a key has a sum of 0 and a result of 0.
@@ -301,9 +334,10 @@ struct BackwardScratch {
   float *scores, *dweights, *dq, *dk, *dv;
   uint32_t* bits;
 
-  FASTBERT_INLINE BackwardScratch(Scratch& s, const Attention& a, int64_t num_k) {
+  FASTBERT_INLINE BackwardScratch(Scratch& s, const Attention& a, const AttentionTask& t) {
     const int64_t bytes = bytes_per_block(a.arithmetic), deep = blocks_of(a.head_dim);
-    const int64_t key_blocks = blocks_of(num_k);
+    const int64_t key_blocks = blocks_of(t.num_k), tile = widest_tile(a, t, 1);
+    const int64_t group_tile = widest_tile(a, t, kQueryBlocks);
     keys = s.take<char>(key_blocks * deep * bytes);
     key_rows = s.take<char>(key_blocks * deep * bytes);
     values = s.take<char>(key_blocks * deep * bytes);
@@ -311,15 +345,15 @@ struct BackwardScratch {
     gradient = s.take<char>(deep * bytes);
     query_columns = s.take<char>(kQueryBlocks * deep * bytes);
     gradient_columns = s.take<char>(kQueryBlocks * deep * bytes);
-    score_rows = s.take<char>(key_blocks * bytes);
-    weight_pairs = s.take<char>(key_blocks * kQueryBlocks * bytes);
-    score_pairs = s.take<char>(key_blocks * kQueryBlocks * bytes);
-    scores = s.take<float>(kBlock * score_step(key_blocks));
-    dweights = s.take<float>(kBlock * score_step(key_blocks));
+    score_rows = s.take<char>(tile * bytes);
+    weight_pairs = s.take<char>(group_tile * kQueryBlocks * bytes);
+    score_pairs = s.take<char>(group_tile * kQueryBlocks * bytes);
+    scores = s.take<float>(kBlock * score_step(tile));
+    dweights = s.take<float>(kBlock * score_step(tile));
     dq = s.take<float>(kBlock * deep * kBlock);
     dk = s.take<float>(deep * kBlock * score_step(key_blocks));
     dv = s.take<float>(deep * kBlock * score_step(key_blocks));
-    bits = s.take<uint32_t>(kBlock * (key_blocks + 1));
+    bits = s.take<uint32_t>(kBlock * (tile + 1));
   }
 };
 
@@ -371,14 +405,29 @@ FASTBERT_INLINE void put_gradients(const Attention& a, const Operands& to, int64
   });
 }
 
-// (head_dim, keys) in fp32 to rows of keys.
+// The blocks of a group's right operands at `place` whose keys the block there does not see.
+FASTBERT_INLINE void clear_unseen(const Operands& to, int64_t bytes, KeyBlocks seen,
+                                  KeyBlocks group) {
+  for (int64_t j = group.first; j < group.last; ++j) {
+    if (seen.first <= j && j < seen.last) continue;
+    const int64_t at = ((j - group.first) * to.deep + to.place) * bytes;
+    __builtin_memset(to.score_pairs + at, 0, bytes);
+    __builtin_memset(to.weight_pairs + at, 0, bytes);
+  }
+}
+
+// (head_dim, keys) in fp32 to rows of keys; zeros from key `written` on.
 FASTBERT_INLINE void write_transposed(const Attention& a, const AttentionTask& t, const Heads& h,
-                                      const float* columns, int64_t step) {
+                                      const float* columns, int64_t step, int64_t written) {
   float tile[kBlock][kBlock];
   for (int64_t key = 0; key < t.num_k; key += kBlock) {
     for (int64_t d = 0; d < a.head_dim; d += kBlock) {
       for (int64_t r = 0; r < kBlock; ++r) {
-        __builtin_memcpy(tile[r], columns + (d + r) * step + key, kBlock * 4);
+        if (key < written) {
+          __builtin_memcpy(tile[r], columns + (d + r) * step + key, kBlock * 4);
+        } else {
+          __builtin_memset(tile[r], 0, kBlock * 4);
+        }
       }
       float rows[kBlock * kBlock];
       transpose_block(tile, rows);
@@ -394,11 +443,11 @@ FASTBERT_INLINE void write_transposed(const Attention& a, const AttentionTask& t
 template <bool kHalves>
 void attention_bwd_task(const Attention& a, const AttentionTask& t, char* memory) {
   Scratch pieces{memory};
-  const BackwardScratch s(pieces, a, t.num_k);
+  const BackwardScratch s(pieces, a, t);
   const Arithmetic arithmetic = a.arithmetic;
   const int64_t bytes = bytes_per_block(arithmetic), deep = blocks_of(a.head_dim);
-  const int64_t key_blocks = blocks_of(t.num_k), padded = key_blocks * kBlock,
-                step = score_step(key_blocks), width = deep * kBlock;
+  const int64_t key_blocks = blocks_of(t.num_k), width = deep * kBlock;
+  const int64_t step = score_step(widest_tile(a, t, 1)), key_step = score_step(key_blocks);
   const Source q = head_of(a, a.q, t.head, t.first_q, t.num_q);
   const Source dout = head_of(a, a.dout, t.head, t.first_q, t.num_q);
   const Source k = head_of(a, a.k, t.head, t.first_k, t.num_k);
@@ -407,27 +456,35 @@ void attention_bwd_task(const Attention& a, const AttentionTask& t, char* memory
   pack_head(k, arithmetic, Layout::kB, true, 0, key_blocks, s.key_rows);
   pack_head(v, arithmetic, Layout::kBTransposed, false, 0, key_blocks, s.values);
   const int64_t query_blocks = blocks_of(t.num_q);
+  int64_t written = 0;  // blocks of keys whose gradients have been begun
   for (int64_t first = 0; first < query_blocks; first += kQueryBlocks) {
     const int64_t group = smaller(kQueryBlocks, query_blocks - first);
+    const KeyBlocks in_sight = key_blocks_seen(a, first, first + kQueryBlocks, t.num_k);
     for (int64_t place = 0; place < group; ++place) {
       const int64_t query = (first + place) * kBlock, count = smaller(kBlock, t.num_q - query);
+      const KeyBlocks tile = key_blocks_seen(a, first + place, first + place + 1, t.num_k);
+      const int64_t padded = tile.count() * kBlock;
       pack_head(q, arithmetic, Layout::kA, false, first + place, 1, s.query);
       pack_head(dout, arithmetic, Layout::kA, false, first + place, 1, s.gradient);
-      for (int64_t j = 0; j < key_blocks; ++j) {
-        const int64_t panel = j * deep * bytes;
+      for (int64_t j = 0; j < tile.count(); ++j) {
+        const int64_t panel = (tile.first + j) * deep * bytes;
         a.multiply(s.query, s.keys + panel, deep, s.scores + j * kBlock, step, false);
         a.multiply(s.gradient, s.values + panel, deep, s.dweights + j * kBlock, step, false);
       }
-      const uint32_t* bits = keep_bits(a, t, query, key_blocks, s.bits);
+      const uint32_t* bits = keep_bits(a, t, query, tile, s.bits);
       const float* lse = a.softmax_lse + t.head * a.lse_ld + t.first_q + query;
-      const Operands operands{s.score_rows, s.score_pairs, s.weight_pairs, group, place};
+      const Operands whole{s.score_rows, s.score_pairs, s.weight_pairs, group, place};
+      clear_unseen(whole, bytes, tile, in_sight);
+      const int64_t start = (tile.first - in_sight.first) * group * bytes;
+      const Operands operands{s.score_rows, s.score_pairs + start, s.weight_pairs + start, group,
+                              place};
       for (int64_t r = 0; r < kBlock; r += 2) {
         float means[2];
         const uint32_t* row_bits[2];
         for (int64_t i = 0; i < 2; ++i) {
           const bool real = r + i < count;
-          const KeyRange seen = keys_seen(a, query + r + i, t.num_k);
-          row_bits[i] = bits == nullptr ? nullptr : bits + (r + i) * key_blocks;
+          const KeyRange seen = within(keys_seen(a, query + r + i, t.num_k), tile);
+          row_bits[i] = bits == nullptr ? nullptr : bits + (r + i) * tile.count();
           means[i] = weigh_row<kHalves>(a, real ? seen : KeyRange{0, 0}, padded,
                                         real ? lse[r + i] : 0.0f, row_bits[i],
                                         s.scores + (r + i) * step, s.dweights + (r + i) * step);
@@ -436,8 +493,8 @@ void attention_bwd_task(const Attention& a, const AttentionTask& t, char* memory
                                s.dweights + r * step);
       }
       for (int64_t d = 0; d < deep; ++d) {
-        a.multiply(s.score_rows, s.key_rows + d * key_blocks * bytes, key_blocks, s.dq + d * kBlock,
-                   width, false);
+        a.multiply(s.score_rows, s.key_rows + (d * key_blocks + tile.first) * bytes, tile.count(),
+                   s.dq + d * kBlock, width, false);
       }
       for (int64_t r = 0; r < count; ++r) {
         write_head_row(a, a.dq, t.first_q + query + r, t.head, s.dq + r * width, 1.0f);
@@ -446,26 +503,27 @@ void attention_bwd_task(const Attention& a, const AttentionTask& t, char* memory
     pack_head(q, arithmetic, Layout::kATransposed, true, first, group, s.query_columns);
     pack_head(dout, arithmetic, Layout::kATransposed, true, first, group, s.gradient_columns);
     for (int64_t d = 0; d < deep; ++d) {
-      for (int64_t j = 0; j < key_blocks; ++j) {
-        const int64_t left = d * group * bytes, right = j * group * bytes;
-        const int64_t at = d * kBlock * step + j * kBlock;
-        a.multiply(s.query_columns + left, s.score_pairs + right, group, s.dk + at, step,
-                   first > 0);
-        a.multiply(s.gradient_columns + left, s.weight_pairs + right, group, s.dv + at, step,
-                   first > 0);
+      for (int64_t j = in_sight.first; j < in_sight.last; ++j) {
+        const int64_t left = d * group * bytes, right = (j - in_sight.first) * group * bytes;
+        const int64_t at = d * kBlock * key_step + j * kBlock;
+        a.multiply(s.query_columns + left, s.score_pairs + right, group, s.dk + at, key_step,
+                   j < written);
+        a.multiply(s.gradient_columns + left, s.weight_pairs + right, group, s.dv + at, key_step,
+                   j < written);
       }
     }
+    written = larger(written, in_sight.last);
   }
-  write_transposed(a, t, a.dk, s.dk, step);
-  write_transposed(a, t, a.dv, s.dv, step);
+  write_transposed(a, t, a.dk, s.dk, key_step, written * kBlock);
+  write_transposed(a, t, a.dv, s.dv, key_step, written * kBlock);
 }
 
-int64_t attention_scratch(const Attention& a, int64_t num_k, bool backward) {
+int64_t attention_scratch(const Attention& a, const AttentionTask& t, bool backward) {
   Scratch pieces{nullptr};
   if (backward) {
-    BackwardScratch(pieces, a, num_k);
+    BackwardScratch(pieces, a, t);
   } else {
-    ForwardScratch(pieces, a, num_k);
+    ForwardScratch(pieces, a, t);
   }
   return pieces.used;
 }

@@ -42,6 +42,28 @@ struct BiasGelu {
   void* out;          // (rows, columns): y, or dx
 };
 
+// out = gelu(u) v, where (u, v) = x + bias, each `columns` wide.
+struct Geglu {
+  Dtype dtype;
+  bool erf;
+  int64_t columns;
+  const void* x;      // (rows, 2 columns)
+  const float* bias;  // (2 columns,) or null
+  const void* dy;     // (rows, columns), backward only
+  void* out;          // (rows, columns), or dx (rows, 2 columns)
+};
+
+// Queries and keys turned by their positions' angles, values copied.
+struct Rotary {
+  Dtype dtype;
+  bool inverse;
+  int64_t num_heads, half_dim;
+  const void* qkv;         // (rows, 3, num_heads, 2 half_dim)
+  const float *cos, *sin;  // (positions, half_dim)
+  const int64_t* index;    // (rows,): of each row's position
+  void* out;               // like qkv
+};
+
 // h = residual + dropout(x + linear_bias); y = (h - mean) rstd weight + bias.
 struct AddLayerNorm {
   Dtype x_dtype, residual_dtype;  // y and h are of the wider one
@@ -225,14 +247,18 @@ struct Kernels {
   // Bit i of bits (32 a word) says whether element i is kept; whole words are written.
   void (*row_keep_bits)(const DropoutStream&, int64_t row, int64_t columns, uint32_t* bits);
   // The same for 16 rows of the scores of one sequence and head from row `row`, a multiple of 16,
-  // and columns [0, columns); row r's words start at bits + r * words_per_row.
-  void (*score_keep_bits)(const DropoutStream&, uint32_t sequence_head, int64_t row,
+  // and columns [first, first + columns), `first` a multiple of 16; row r's words start at
+  // bits + r * words_per_row.
+  void (*score_keep_bits)(const DropoutStream&, uint32_t sequence_head, int64_t row, int64_t first,
                           int64_t columns, int64_t words_per_row, uint32_t* bits);
   void (*expand_bits)(const uint32_t* bits, int64_t n, bool* kept);
 
   // Rows [begin, end).
   void (*bias_gelu_fwd)(const BiasGelu&, int64_t begin, int64_t end);
   void (*bias_gelu_bwd)(const BiasGelu&, int64_t begin, int64_t end, float* dbias);
+  void (*geglu_fwd)(const Geglu&, int64_t begin, int64_t end);
+  void (*geglu_bwd)(const Geglu&, int64_t begin, int64_t end, float* dbias);
+  void (*rotary)(const Rotary&, int64_t begin, int64_t end);
   void (*add_layer_norm_fwd)(const AddLayerNorm&, int64_t begin, int64_t end);
   void (*add_layer_norm_bwd)(const AddLayerNormGrad&, int64_t begin, int64_t end,
                              const ColumnSums&);
@@ -256,8 +282,8 @@ struct Kernels {
   void (*logit_gradients)(const CrossEntropyGrad&, int64_t row, int64_t rows, int64_t column,
                           int64_t columns, float* logits, int64_t ld, float* dbias);
 
-  // Bytes of scratch for sequences of up to num_k keys, and what uses them.
-  int64_t (*attention_scratch)(const Attention&, int64_t num_k, bool backward);
+  // Bytes of scratch for a task, and what uses them.
+  int64_t (*attention_scratch)(const Attention&, const AttentionTask&, bool backward);
   void (*attention_fwd)(const Attention&, const AttentionTask&, char* scratch);
   void (*attention_bwd)(const Attention&, const AttentionTask&, char* scratch);
 };

@@ -133,6 +133,7 @@ FASTBERT_INLINE void for_each_pack(int64_t n, const Body& body) {
 }
 
 FASTBERT_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+FASTBERT_INLINE int64_t larger(int64_t a, int64_t b) { return a < b ? b : a; }
 
 template <typename V>
 FASTBERT_INLINE V polynomial(V, V p) {

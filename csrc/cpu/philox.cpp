@@ -58,7 +58,7 @@ at::Tensor score_keep_mask_cpu(const at::Tensor& rng_state, const at::Tensor& se
       const int64_t block = i / tiles, first = i % tiles * kTile;
       const auto sequence_head = static_cast<uint32_t>(
           static_cast<uint64_t>(sequence[block / num_heads]) * num_heads + block % num_heads);
-      kernels().score_keep_bits(stream, sequence_head, first, seqlen_k, words, bits.data());
+      kernels().score_keep_bits(stream, sequence_head, first, 0, seqlen_k, words, bits.data());
       for (int64_t row = first; row < std::min(seqlen_q, first + kTile); ++row) {
         kernels().expand_bits(bits.data() + (row - first) * words, seqlen_k,
                               data + (block * seqlen_q + row) * seqlen_k);

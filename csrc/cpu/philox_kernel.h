@@ -55,8 +55,8 @@ FASTBERT_INLINE void some_row_keep_bits(const DropoutStream& s, int64_t row, int
 }
 
 FASTBERT_INLINE void some_score_keep_bits(const DropoutStream& s, uint32_t sequence_head,
-                                          int64_t row, int64_t columns, int64_t words_per_row,
-                                          uint32_t* bits) {
+                                          int64_t row, int64_t first, int64_t columns,
+                                          int64_t words_per_row, uint32_t* bits) {
   const __m512i threshold = _mm512_set1_epi16(static_cast<short>(s.threshold));
   const __m512i head = _mm512_set1_epi64(sequence_head);
   // Lane i: pair i % 4 of columns 8 (i / 4) within each half of a 16-column tile.
@@ -69,7 +69,7 @@ FASTBERT_INLINE void some_score_keep_bits(const DropoutStream& s, uint32_t seque
     uint32_t* lower = bits + (r + 8) * words_per_row;
     for (int64_t column = 0; column < columns; column += 32) {
       const uint32_t place =
-          score_place(static_cast<uint32_t>(row + r), static_cast<uint32_t>(column));
+          score_place(static_cast<uint32_t>(row + r), static_cast<uint32_t>(first + column));
       const Calls c = philox_calls(s, _mm512_add_epi64(_mm512_set1_epi64(place), pair), head);
       upper[column / 32] = kept(_mm512_permutex2var_epi32(c.word[0], gather, c.word[1]), threshold);
       lower[column / 32] = kept(_mm512_permutex2var_epi32(c.word[2], gather, c.word[3]), threshold);
@@ -112,15 +112,15 @@ FASTBERT_INLINE void some_row_keep_bits(const DropoutStream& s, int64_t row, int
 }
 
 FASTBERT_INLINE void some_score_keep_bits(const DropoutStream& s, uint32_t sequence_head,
-                                          int64_t row, int64_t columns, int64_t words_per_row,
-                                          uint32_t* bits) {
+                                          int64_t row, int64_t first, int64_t columns,
+                                          int64_t words_per_row, uint32_t* bits) {
   uint32_t place[kCalls], head[kCalls], words[4][kCalls];
   for (int i = 0; i < kCalls; ++i) head[i] = sequence_head;
   for (int64_t r = 0; r < 8; ++r) {
     for (int64_t column = 0; column < columns; column += 4 * kCalls) {
-      const uint32_t first =
-          score_place(static_cast<uint32_t>(row + r), static_cast<uint32_t>(column));
-      for (int i = 0; i < kCalls; ++i) place[i] = first + i;
+      const uint32_t start =
+          score_place(static_cast<uint32_t>(row + r), static_cast<uint32_t>(first + column));
+      for (int i = 0; i < kCalls; ++i) place[i] = start + i;
       philox_calls(s, place, head, words);
       for (int word = 0; word < kCalls / 8 && column + 32 * word < columns; ++word) {
         uint32_t upper = 0, lower = 0;
@@ -146,9 +146,10 @@ FASTBERT_INLINE void row_keep_bits(const DropoutStream& s, int64_t row, int64_t 
 }
 
 FASTBERT_INLINE void score_keep_bits(const DropoutStream& s, uint32_t sequence_head, int64_t row,
-                                     int64_t columns, int64_t words_per_row, uint32_t* bits) {
+                                     int64_t first, int64_t columns, int64_t words_per_row,
+                                     uint32_t* bits) {
   if (s.threshold < kKeepNone) {
-    return some_score_keep_bits(s, sequence_head, row, columns, words_per_row, bits);
+    return some_score_keep_bits(s, sequence_head, row, first, columns, words_per_row, bits);
   }
   for (int64_t word = 0; word < 16 * words_per_row; ++word) bits[word] = 0;
 }

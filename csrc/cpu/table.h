@@ -27,6 +27,8 @@ constexpr bool is_bfloat16<bfloat16> = true;
 #include "cpu/math.h"
 #include "cpu/philox_kernel.h"
 #include "cpu/bias_gelu_kernel.h"
+#include "cpu/geglu_kernel.h"
+#include "cpu/rotary_kernel.h"
 #include "cpu/layer_norm_kernel.h"
 // clang-format on
 
@@ -63,9 +65,9 @@ void row_keep_bits_of(const DropoutStream& s, int64_t row, int64_t columns, uint
   row_keep_bits(s, row, columns, bits);
 }
 
-void score_keep_bits_of(const DropoutStream& s, uint32_t sequence_head, int64_t row,
+void score_keep_bits_of(const DropoutStream& s, uint32_t sequence_head, int64_t row, int64_t first,
                         int64_t columns, int64_t words_per_row, uint32_t* bits) {
-  score_keep_bits(s, sequence_head, row, columns, words_per_row, bits);
+  score_keep_bits(s, sequence_head, row, first, columns, words_per_row, bits);
 }
 
 void expand_bits_of(const uint32_t* bits, int64_t n, bool* kept) { expand_bits(bits, n, kept); }
@@ -81,6 +83,9 @@ const Kernels kTable = {
     expand_bits_of,
     bias_gelu_fwd,
     bias_gelu_bwd,
+    geglu_fwd,
+    geglu_bwd,
+    rotary,
     add_layer_norm_fwd,
     add_layer_norm_bwd,
     embed_layer_norm_fwd,

@@ -9,10 +9,12 @@ from fastbert.ops import (
     attention,
     bias_gelu,
     embed_layer_norm,
+    geglu,
     linear,
     linear_gelu,
     mlm_cross_entropy,
     philox,
+    rotary,
     unpad,
 )
 
@@ -21,10 +23,12 @@ __all__ = [
     "attention",
     "bias_gelu",
     "embed_layer_norm",
+    "geglu",
     "linear",
     "linear_gelu",
     "mlm_cross_entropy",
     "philox",
+    "rotary",
     "unpad",
     "use_backend",
 ]

@@ -3,7 +3,8 @@
 Letters: Tq query rows, Tk key rows, N heads, D head dim; Lq, Lk rows of one sequence.
 
 One sequence at a time on strided views, so nothing is padded and nothing is copied; its score tile
-is cut along the queries to `MAX_SCORES`, beyond which every temporary would be fresh pages.
+is cut along the queries to `MAX_SCORES`, beyond which every temporary would be fresh pages. With a
+window a tile has the keys that its queries see.
 """
 
 import math
@@ -15,6 +16,8 @@ from fastbert.reference.philox import dropout_scale
 from fastbert.reference.precision import accumulation_dtype
 
 MAX_SCORES = 1 << 22
+WINDOW_QUERIES = 256
+"""Least queries of a tile with a window: fewer would see the same keys again and again."""
 
 KeepMask = Callable[[int, int, int, int], torch.Tensor]
 """(first, last, Lq, Lk) to the `(last - first, N, Lq, Lk)` bool keep masks of those sequences."""
@@ -54,10 +57,10 @@ def attention_reference(
     out = q.new_zeros(q.shape)
     lse = q.new_full((num_heads, q.shape[0]), -math.inf, dtype=accumulation_dtype(q.dtype))
     for sequence, queries, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
-        key, value = (t[keys].transpose(0, 1) for t in (k, v))
         keep = _mask(keep_mask, sequence, queries, keys)
-        for rows, local in _tiles(queries, num_heads * _length(keys)):
-            scores = _scores(q[rows], key, softmax_scale, window, local)
+        for rows, local, in_sight in _tiles(queries, keys, num_heads, window):
+            key, value = (t[keys][in_sight].transpose(0, 1) for t in (k, v))
+            scores = _scores(q[rows], key, softmax_scale, window, local, in_sight)
             peak = scores.amax(-1, keepdim=True)
             weights = torch.softmax(scores, -1)
             # The largest probability is 1 / Σ exp(score - peak).
@@ -68,7 +71,8 @@ def attention_reference(
                 tile_lse.masked_fill_(unseen, -math.inf)
             lse[:, rows] = tile_lse.squeeze(-1)
             if keep is not None:
-                weights = torch.where(keep[:, local], weights, 0).mul_(dropout_scale(threshold))
+                kept = keep[:, local, in_sight]
+                weights = torch.where(kept, weights, 0).mul_(dropout_scale(threshold))
             out[rows] = torch.bmm(weights.to(q.dtype), value).transpose(0, 1)
     return out, lse
 
@@ -119,25 +123,27 @@ def attention_bwd_reference(
     dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     scale = dropout_scale(threshold)
     for sequence, queries, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
-        key, value = (t[keys].transpose(0, 1) for t in (k, v))
         keep = _mask(keep_mask, sequence, queries, keys)
-        for rows, local in _tiles(queries, num_heads * _length(keys)):
+        for rows, local, in_sight in _tiles(queries, keys, num_heads, window):
             query, gradient = q[rows].transpose(0, 1), dout[rows].transpose(0, 1)
-            scores = _scores(q[rows], key, softmax_scale, window, local)
+            key, value = (t[keys][in_sight].transpose(0, 1) for t in (k, v))
+            scores = _scores(q[rows], key, softmax_scale, window, local, in_sight)
             lse = softmax_lse[:, rows, None]
             weights = scores.sub_(lse.masked_fill(lse == -math.inf, 0)).exp_()
             dweights = torch.bmm(gradient, value.transpose(1, 2)).to(weights.dtype)
             dropped = weights
             if keep is not None:
-                dropped = torch.where(keep[:, local], weights, 0).mul_(scale)
-                dweights = torch.where(keep[:, local], dweights, 0).mul_(scale)
+                kept = keep[:, local, in_sight]
+                dropped = torch.where(kept, weights, 0).mul_(scale)
+                dweights = torch.where(kept, dweights, 0).mul_(scale)
             dscores = torch.ops.aten._softmax_backward_data.default(
                 dweights, weights, -1, weights.dtype
             )
             dscores = dscores.mul_(softmax_scale).to(q.dtype)
             dq[rows] = torch.bmm(dscores, key).transpose(0, 1)
-            dk[keys] += torch.bmm(dscores.transpose(1, 2), query).transpose(0, 1)
-            dv[keys] += torch.bmm(dropped.to(q.dtype).transpose(1, 2), gradient).transpose(0, 1)
+            dropped = dropped.to(q.dtype)
+            dk[keys][in_sight] += torch.bmm(dscores.transpose(1, 2), query).transpose(0, 1)
+            dv[keys][in_sight] += torch.bmm(dropped.transpose(1, 2), gradient).transpose(0, 1)
     return dq, dk, dv
 
 
@@ -189,27 +195,37 @@ def _length(rows: slice) -> int:
     return rows.stop - rows.start
 
 
-def _tiles(queries: slice, scores_per_row: int) -> Iterator[tuple[slice, slice]]:
-    """Pieces of a sequence's queries: rows of the packed tensor, rows within the sequence."""
-    step = max(1, MAX_SCORES // scores_per_row)
-    for start in range(queries.start, queries.stop, step):
-        stop = min(start + step, queries.stop)
-        yield slice(start, stop), slice(start - queries.start, stop - queries.start)
+def _tiles(
+    queries: slice, keys: slice, num_heads: int, window
+) -> Iterator[tuple[slice, slice, slice]]:
+    """Pieces of a sequence's queries: rows of the packed tensor, rows within the sequence, and the
+    keys within the sequence that any of them sees."""
+    length, num_keys = _length(queries), _length(keys)
+    step = max(1, MAX_SCORES // (num_heads * num_keys))
+    left, right = window or (-1, -1)
+    if min(left, right) >= 0:
+        step = min(step, max(WINDOW_QUERIES, left + right))
+    for start in range(0, length, step):
+        stop = min(start + step, length)
+        first = 0 if left < 0 else min(max(0, start - left), num_keys - 1)
+        last = num_keys if right < 0 else min(stop + right, num_keys)
+        rows = slice(queries.start + start, queries.start + stop)
+        yield rows, slice(start, stop), slice(first, max(first + 1, last))
 
 
-def _scores(q, key, softmax_scale, window, local: slice) -> torch.Tensor:
+def _scores(q, key, softmax_scale, window, local: slice, in_sight: slice) -> torch.Tensor:
     """`(N, rows, Lk)` scaled scores in the accumulation dtype, -inf outside the window."""
     scores = torch.bmm(q.transpose(0, 1), key.transpose(1, 2))
     scores = scores.to(accumulation_dtype(q.dtype)).mul_(softmax_scale)
     if window is not None:
-        scores = scores.masked_fill_(~_in_window(window, local, key), -math.inf)
+        scores = scores.masked_fill_(~_in_window(window, local, in_sight, q.device), -math.inf)
     return scores
 
 
-def _in_window(window, local: slice, key) -> torch.Tensor:
+def _in_window(window, local: slice, in_sight: slice, device) -> torch.Tensor:
     left, right = window
-    offset = torch.arange(key.shape[1], device=key.device) - torch.arange(
-        local.start, local.stop, device=key.device
+    offset = torch.arange(in_sight.start, in_sight.stop, device=device) - torch.arange(
+        local.start, local.stop, device=device
     ).unsqueeze(1)
     inside = torch.ones_like(offset, dtype=torch.bool)
     if left >= 0:

@@ -22,6 +22,8 @@ ATOL = {
     "default": {torch.float32: 2e-6, torch.bfloat16: 1e-5, torch.float16: 1e-5},
     # Elementwise, no sums: only the rounding of erf or tanh.
     "bias_gelu": {torch.float32: 2e-7, torch.bfloat16: 1e-6, torch.float16: 1e-6},
+    "geglu": {torch.float32: 2e-7, torch.bfloat16: 1e-6, torch.float16: 1e-6},
+    "rotary": {torch.float32: 2e-7, torch.bfloat16: 1e-6, torch.float16: 1e-6},
     # Gathers and scatters are exact.
     "unpad": {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 0.0},
     # Gradients of a whole model: small ones sit far below the largest, cancellation differs.

@@ -215,9 +215,40 @@ def test_attention_window(backend, window):
 
 
 def test_attention_window_without_a_key_in_sight(backend):
-    """Query-only rows far behind the last key see nothing: 0, not NaN."""
-    op, reference = both([12], [3], window=(2, 2))
-    op_check(op, reference, inputs([12], [3], 2, 8), torch.float32, name="attention")
+    """Query-only rows far behind the last key see nothing: 0, not NaN. Keys far behind the last
+    query are seen by nobody: no gradient."""
+    for lengths in ([12], [3]), ([300], [70]), ([12], [300]):
+        op, reference = both(*lengths, window=(2, 2))
+        op_check(op, reference, inputs(*lengths, 2, 8), torch.float32, name="attention")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_window_over_a_long_sequence(backend, dtype):
+    """More queries than a piece of a windowed task holds, a window that reaches over its border."""
+    if backend.name not in ("reference", "cpu"):
+        pytest.skip("other kernels know no pieces")
+    options = {"window": (70, 9), "dropout_p": 0.1, "site": 8, "rng_state": RNG}
+    op, reference = both([700], [700], **options)
+    op_check(op, reference, inputs([700], [700], 1, 16), dtype, name="attention")
+
+
+def test_attention_window_is_batch_invariant(backend):
+    """A query's bits depend on its sequence alone, not on the batch or the number of threads."""
+    if backend.name != "cpu":
+        pytest.skip("what the C++ kernels promise")
+    values = inputs([600, 90], [600, 90], 3, 32).values()
+    together, _ = both([600, 90], [600, 90], window=(30, 30))
+    alone, _ = both([90], [90], window=(30, 30))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    out, lse = together(*values)
+    torch.set_num_threads(1)
+    again, _ = together(*values)
+    expected, lse_alone = alone(*(t[600:] for t in values))
+    torch.set_num_threads(before)
+    assert_bitwise_equal(out, again, "out")
+    assert_bitwise_equal(out[600:], expected, "out")
+    assert_bitwise_equal(lse[:, 600:], lse_alone, "lse")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
