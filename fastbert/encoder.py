@@ -209,8 +209,11 @@ def add_norm(
     norm: nn.Module,
     site: int,
     rng_state: torch.Tensor | None,
-) -> torch.Tensor:
-    """norm(residual + dropout(x)), fused where both modules are plain."""
+    *,
+    return_sum: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """norm(residual + dropout(x)), fused where both modules are plain; and the sum itself, for
+    pre-norm layers, where `return_sum` asks for it."""
     if is_plain_norm(norm) and (dropout is None or is_plain_dropout(dropout)):
         p = 0.0 if dropout is None else dropout_p(dropout)
         return add_layer_norm(
@@ -222,10 +225,12 @@ def add_norm(
             dropout_p=p,
             site=site,
             rng_state=rng_state if p > 0 else None,
+            return_sum=return_sum,
         )
     if dropout is not None:
         x = dropout(x)
-    return norm(x if residual is None else x + residual)
+    total = x if residual is None else x + residual
+    return (norm(total), total) if return_sum else norm(total)
 
 
 # --- what may be fused ----------------------------------------------------------------------------

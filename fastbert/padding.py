@@ -258,6 +258,17 @@ def _pack_traced(real, computed, batch_size: int, seqlen: int) -> PackedBatch:
     )
 
 
+def rows_are_neighbours(batch: PackedBatch) -> bool:
+    """Whether the packed rows of each sequence lie side by side in the padded batch, so that two of
+    them are as far apart here as there. Waits for the device, where there is padding."""
+    if batch.indices is None:
+        return True
+    apart = batch.indices.diff() != 1
+    starts = torch.zeros(batch.num_rows + 1, dtype=torch.bool, device=apart.device)
+    starts[batch.cu_seqlens_q.long()] = True
+    return not (apart & ~starts[1:-1]).any()
+
+
 def _order(real, computed, batch_size: int, seqlen: int) -> torch.Tensor:
     """All positions: per sequence its real tokens, then its query-only rows; idle ones last."""
     sequence = torch.arange(batch_size, device=real.device).repeat_interleave(

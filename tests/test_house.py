@@ -55,10 +55,18 @@ ARROWS = {
         "fastbert.padding",
         "fastbert.reference",
     },
+    "fastbert.encoder_prenorm": {
+        "fastbert.cache",
+        "fastbert.encoder",
+        "fastbert.ops",
+        "fastbert.padding",
+        "fastbert.reference",
+    },
     "fastbert.models": {
         "fastbert.cache",
         "fastbert.dispatch",
         "fastbert.encoder",
+        "fastbert.encoder_prenorm",
         "fastbert.models",
         "fastbert.ops",
         "fastbert.padding",
