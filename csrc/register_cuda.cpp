@@ -19,6 +19,13 @@ std::tuple<at::Tensor, at::Tensor> FASTBERT_CUDA_OP(bias_gelu_bwd)(const at::Ten
                                                                    const at::Tensor&,
                                                                    const std::optional<at::Tensor>&,
                                                                    std::string_view);
+at::Tensor FASTBERT_CUDA_OP(geglu_fwd)(const at::Tensor&, const std::optional<at::Tensor>&,
+                                       std::string_view);
+std::tuple<at::Tensor, at::Tensor> FASTBERT_CUDA_OP(geglu_bwd)(const at::Tensor&, const at::Tensor&,
+                                                               const std::optional<at::Tensor>&,
+                                                               std::string_view);
+at::Tensor FASTBERT_CUDA_OP(rotary)(const at::Tensor&, int64_t, const at::Tensor&,
+                                    const at::Tensor&, const at::Tensor&, bool);
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> FASTBERT_CUDA_OP(add_layer_norm_fwd)(
     const at::Tensor&, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
     const at::Tensor&, const std::optional<at::Tensor>&, double, double, int64_t,
@@ -80,6 +87,9 @@ TORCH_LIBRARY_IMPL(fastbert, FASTBERT_CUDA_KEY, m) {
   };
   registered("bias_gelu_fwd", &fastbert::FASTBERT_CUDA_OP(bias_gelu_fwd));
   registered("bias_gelu_bwd", &fastbert::FASTBERT_CUDA_OP(bias_gelu_bwd));
+  registered("geglu_fwd", &fastbert::FASTBERT_CUDA_OP(geglu_fwd));
+  registered("geglu_bwd", &fastbert::FASTBERT_CUDA_OP(geglu_bwd));
+  registered("rotary", &fastbert::FASTBERT_CUDA_OP(rotary));
   registered("add_layer_norm_fwd", &fastbert::FASTBERT_CUDA_OP(add_layer_norm_fwd));
   registered("add_layer_norm_bwd", &fastbert::FASTBERT_CUDA_OP(add_layer_norm_bwd));
   registered("embed_layer_norm_fwd", &fastbert::FASTBERT_CUDA_OP(embed_layer_norm_fwd));

@@ -30,12 +30,12 @@ TABLE = {
     "attention": (FILE, FILE, FILE, FILE, FILE, FILE, FILE),
     "bias_gelu": (FILE, FILE, FILE, FILE, FILE, FILE, FILE),
     "embed_layer_norm": (FILE, FILE, FILE, FILE, FILE, FILE, FILE),
-    "geglu": (FILE, FILE, FILE, FILE, LATER, FILE, FILE),
+    "geglu": (FILE, FILE, FILE, FILE, FILE, FILE, FILE),
     "linear": (FILE, FILE, VENDOR, FILE, VENDOR, FILE, FILE),
     "linear_gelu": (FILE, FILE, FILE, FILE, CUBLAS, FILE, FILE),
     "mlm_cross_entropy": (FILE, FILE, FILE, FILE, FILE, FILE, FILE),
     "philox": (FILE, FILE, FILE, FILE, LATER, FILE, FILE),
-    "rotary": (FILE, FILE, FILE, FILE, LATER, FILE, FILE),
+    "rotary": (FILE, FILE, FILE, FILE, FILE, FILE, FILE),
     "unpad": (FILE, FILE, FILE, FILE, LATER, FILE, FILE),
 }
 

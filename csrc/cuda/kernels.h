@@ -78,6 +78,39 @@ constexpr int64_t kBiasGeluMostParts = 512;
 void launch_bias_gelu_fwd(const BiasGelu& a, Stream stream);
 void launch_bias_gelu_bwd(const BiasGelu& a, Stream stream);
 
+// --- geglu: letters T rows, F columns of y ---
+
+struct Geglu {
+  Dtype dtype;  // of x, dy and what is written
+  bool erf;     // exact, else by tanh
+  bool wide;    // rows are whole chunks of eight columns on 16-byte boundaries
+  int64_t rows, columns;
+  const void* x;     // (T, 2 F)
+  ConstVector bias;  // (2 F,)
+  void* out;         // (T, F): y, or dx (T, 2 F)
+  const void* dy;    // (T, F), in backward
+  float* partial;    // (2, parts, F), in backward; null where no bias gradient is wanted
+  Parts parts;       // in backward
+};
+constexpr int64_t kGegluMostParts = 512;
+void launch_geglu_fwd(const Geglu& a, Stream stream);
+void launch_geglu_bwd(const Geglu& a, Stream stream);
+
+// --- rotary: letters T rows, N heads, D head dim, P rows of the tables ---
+
+struct Rotary {
+  Dtype dtype;
+  bool wide;  // half heads are whole chunks of eight on 16-byte boundaries
+  bool inverse;
+  int64_t rows, positions;
+  int num_heads, half_dim;
+  const void* qkv;         // (T, 3, N, D)
+  const float *cos, *sin;  // (P, D / 2)
+  const int64_t* index;    // (T,): outside of [0, P) a row becomes NaN
+  void* out;               // (T, 3, N, D)
+};
+void launch_rotary(const Rotary& a, Stream stream);
+
 // --- add_layer_norm: letters T rows, C columns ---
 
 constexpr int64_t kMaxColumns = 8192;  // of a row that a block's threads hold

@@ -29,7 +29,8 @@ geglu_fwd = dispatch.register_op(
     reference=geglu_fwd_reference,
     triton="fastbert.kernels.geglu:geglu_fwd",
     cpu=True,
-    not_supported=dict.fromkeys(("cpu", "triton"), _kernel_reasons),
+    cuda=True,
+    not_supported=dict.fromkeys(("cpu", "triton", "cuda"), _kernel_reasons),
 )
 geglu_bwd = dispatch.register_op(
     "geglu_bwd",
@@ -39,7 +40,8 @@ geglu_bwd = dispatch.register_op(
     reference=geglu_bwd_reference,
     triton="fastbert.kernels.geglu:geglu_bwd",
     cpu=True,
-    not_supported=dict.fromkeys(("cpu", "triton"), _kernel_reasons),
+    cuda=True,
+    not_supported=dict.fromkeys(("cpu", "triton", "cuda"), _kernel_reasons),
 )
 
 

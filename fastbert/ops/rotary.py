@@ -34,7 +34,8 @@ rotary_op = dispatch.register_op(
     reference=_within_tables,
     triton="fastbert.kernels.rotary:rotary",
     cpu=True,
-    not_supported=dict.fromkeys(("cpu", "triton"), _kernel_reasons),
+    cuda=True,
+    not_supported=dict.fromkeys(("cpu", "triton", "cuda"), _kernel_reasons),
 )
 
 
