@@ -27,6 +27,17 @@ _EXPORTS = {
         "fastbert.models.bert",
     ),
     **dict.fromkeys(
+        (
+            "ModernBertModel",
+            "ModernBertForMaskedLM",
+            "ModernBertForSequenceClassification",
+            "ModernBertForTokenClassification",
+            "ModernBertForQuestionAnswering",
+            "ModernBertForMultipleChoice",
+        ),
+        "fastbert.models.modernbert",
+    ),
+    **dict.fromkeys(
         ("DataCollatorForLanguageModeling", "DataCollatorForWholeWordMask"),
         "fastbert.data.collators",
     ),

@@ -39,7 +39,8 @@ def accelerate(model: nn.Module) -> nn.Module:
             f"accelerate: model must be a torch.nn.Module, got {type(model).__name__}; pass the "
             "model itself, not a pipeline or a path"
         )
-    import fastbert.models.bert  # noqa: F401  the families register their conversions
+    import fastbert.models.bert  # the families register their conversions
+    import fastbert.models.modernbert  # noqa: F401
 
     swap_classes(model)
     models = [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
