@@ -18,6 +18,16 @@ MINILM = {
     "vocab_size": 30_522,
 }
 
+# ModernBERT-base (Warner et al. 2024): 22 layers, every third global, the others with a window of
+# 64 tokens to each side.
+MODERNBERT = {
+    "hidden_size": 768,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 12,
+    "intermediate_size": 1152,
+    "vocab_size": 50_368,
+}
+
 # Lengths of the sequences of a batch, and the length it is padded to.
 DENSE_8X128 = ([128] * 8, 128)
 RAGGED_32X128 = (
@@ -30,6 +40,7 @@ RAGGED_32X128 = (
 DENSE_4X512 = ([512] * 4, 512)
 DENSE_8X512 = ([512] * 8, 512)
 RAGGED_8X512 = ([512, 60, 190, 33, 410, 101, 275, 18], 512)
+DENSE_4X2048 = ([2048] * 4, 2048)
 # Long enough that some of its tokens carry a label.
 TINY = ([21, 6, 13], 21)
 

@@ -10,9 +10,10 @@ from ..shapes import MASKED, SEED
 
 
 def twins(name: str, settings: dict, dtype: torch.dtype = torch.float32) -> dict:
-    """`{"fastbert": model, "transformers": model}`, same weights, sdpa, dropout 0.1."""
+    """`{"fastbert": model, "transformers": model}`, same weights, sdpa, the family's own dropout
+    (BERT's 0.1)."""
     torch.manual_seed(SEED)
-    config = transformers.BertConfig(**settings)
+    config = getattr(transformers, name).config_class(**settings)
     config._attn_implementation = "sdpa"
     theirs = getattr(transformers, name)(config).to(dtype)
     ours = getattr(fastbert, name)(config).to(dtype)
@@ -35,10 +36,10 @@ def with_labels(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {**inputs, "labels": ids.masked_fill((chance >= MASKED) | (mask == 0), -100)}
 
 
-def check_equal(models: dict, inputs: dict, tolerance: float) -> None:
+def check_equal(models: dict, inputs: dict, tolerance: float, counter: str = "bert_model") -> None:
     """Refuses to time models that disagree at real tokens, or that ran on padded rows."""
     real = inputs["attention_mask"] != 0
-    with torch.no_grad(), assert_packed():
+    with torch.no_grad(), assert_packed(counter):
         ours = models["fastbert"].eval()(**inputs)
     with torch.no_grad():
         theirs = models["transformers"].eval()(**inputs)

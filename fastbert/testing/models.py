@@ -19,6 +19,15 @@ HEADS = (
 )
 
 
+MODERNBERT_HEADS = (
+    "ModernBertForMaskedLM",
+    "ModernBertForSequenceClassification",
+    "ModernBertForTokenClassification",
+    "ModernBertForQuestionAnswering",
+    "ModernBertForMultipleChoice",
+)
+
+
 def lively_(model: torch.nn.Module, seed: int) -> None:
     """Moves biases and LayerNorm weights off 0 and 1, where a fault in them would not show."""
     generator = torch.Generator().manual_seed(seed)
@@ -31,27 +40,29 @@ def lively_(model: torch.nn.Module, seed: int) -> None:
 
 def model_pair(
     name: str,
-    config: transformers.BertConfig,
+    config: transformers.PreTrainedConfig,
     *,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    attention: str = "eager",
     **kwargs,
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """`fastbert.<name>` and transformers' class of that name in eager attention, same weights.
+    """`fastbert.<name>` and transformers' class of that name, same weights.
 
     Args:
         name: class name.
         config: its configuration.
         dtype: of both models.
         seed: of the weights.
+        attention: transformers' implementation.
         kwargs: passed to both constructors.
 
     Returns:
         ours, theirs; both in eval.
     """
     torch.manual_seed(seed)
-    config._attn_implementation = "eager"
-    if name == "BertForQuestionAnswering":
+    config._attn_implementation = attention
+    if name.endswith("ForQuestionAnswering"):
         config.num_labels = 2
     theirs = getattr(transformers, name)(copy.deepcopy(config), **kwargs)
     lively_(theirs, seed + 1)
@@ -60,11 +71,13 @@ def model_pair(
     return ours.to(dtype).eval(), theirs.to(dtype).eval()
 
 
-def head_inputs(name: str, batch: dict, config: transformers.BertConfig, seed: int = 0) -> dict:
+def head_inputs(
+    name: str, batch: dict, config: transformers.PreTrainedConfig, seed: int = 0
+) -> dict:
     """`batch` (ids, mask, token types) with the labels the head `name` takes.
 
     Args:
-        name: class name; `BertModel` gets no labels.
+        name: class name; a model without a head gets no labels.
         batch: `(B, S)` tensors of `fastbert.testing.inputs.padded_batch`.
         config: for the number of labels.
         seed: of the labels.
@@ -77,7 +90,9 @@ def head_inputs(name: str, batch: dict, config: transformers.BertConfig, seed: i
         return torch.randint(high, shape, generator=generator)
 
     inputs = {k: batch[k] for k in ("input_ids", "attention_mask", "token_type_ids")}
-    if name in ("BertForMaskedLM", "BertForPreTraining"):
+    if name.startswith("ModernBert"):
+        del inputs["token_type_ids"]
+    if name.endswith(("ForMaskedLM", "ForPreTraining")):
         chosen = (torch.rand(ids.shape, generator=generator) < 0.3) & (mask != 0)
         chosen.view(-1)[mask.reshape(-1).nonzero()[0]] = True
         inputs["labels"] = ids.masked_fill(~chosen, -100)
@@ -85,22 +100,26 @@ def head_inputs(name: str, batch: dict, config: transformers.BertConfig, seed: i
         inputs["next_sentence_label"] = classes(2, size)
     if name == "BertForNextSentencePrediction":
         inputs["labels"] = classes(2, size)
-    if name == "BertForSequenceClassification":
+    if name.endswith("ForSequenceClassification"):
         inputs["labels"] = classes(config.num_labels, size)
-    if name == "BertForTokenClassification":
+    if name.endswith("ForTokenClassification"):
         labels = classes(config.num_labels, size, length)
         inputs["labels"] = labels.masked_fill(mask == 0, -100)
-    if name == "BertForQuestionAnswering":
+    if name.endswith("ForQuestionAnswering"):
         inputs["start_positions"] = classes(length, size)
         inputs["end_positions"] = classes(length, size)
-    if name == "BertForMultipleChoice":
+    if name.endswith("ForMultipleChoice"):
         inputs = {k: v.view(size // 2, 2, length) for k, v in inputs.items()}
         inputs["labels"] = classes(2, size // 2)
     return inputs
 
 
 class assert_packed:
-    """Fails unless every forward of a `BertModel` inside the block ran on packed rows."""
+    """Fails unless every forward of a `BertModel`, or of the model counted under another name,
+    inside the block ran on packed rows."""
+
+    def __init__(self, model: str = "bert_model"):
+        self.model = model
 
     def __enter__(self):
         self.before = dispatch.counters()
@@ -109,11 +128,10 @@ class assert_packed:
         if kind is not None:
             return
         made = dispatch.counters() - self.before
-        padded = made["bert_model", "padded"]
-        if padded or not made["bert_model", "packed"]:
+        packed, padded = made[self.model, "packed"], made[self.model, "padded"]
+        if padded or not packed:
             raise AssertionError(
-                f"expected packed forwards only, got {made['bert_model', 'packed']} packed and "
-                f"{padded} padded"
+                f"expected packed forwards only, got {packed} packed and {padded} padded"
             )
 
 

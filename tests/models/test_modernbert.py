@@ -1,0 +1,328 @@
+"""ModernBERT against transformers on the same weights: outputs, gradients, dropout, memory.
+
+The oracle is transformers in float64; our error may be twice that of transformers in the dtype
+under test (fastbert.testing.compare). Both by sdpa: eager softmaxes in fp32, where float64's masks
+are infinite, and gives padding beyond every window the mean of all keys, padding among them.
+"""
+
+import copy
+import functools
+
+import pytest
+import torch
+import transformers
+
+import fastbert
+from fastbert.dispatch import counters
+from fastbert.ops.philox import row_keep_mask, score_keep_mask
+from fastbert.reference.philox import SITE_EMBEDDING
+from fastbert.testing import models
+from fastbert.testing.compare import assert_close_to_oracle, compare_gradients
+from fastbert.testing.counters import assert_ran
+from fastbert.testing.inputs import padded_batch, small_modernbert_config
+from fastbert.testing.memory import saved_bytes
+from fastbert.testing.models import MODERNBERT_HEADS, assert_packed, gradients, head_inputs
+
+# Longer than the window reaches, one token, shorter.
+LENGTHS = (19, 1, 16, 5)
+COUNTER = "modernbert_model"
+
+model_pair = functools.partial(models.model_pair, attention="sdpa")
+
+
+def _batch(name, config, lengths=LENGTHS, side="right", seed=1):
+    return head_inputs(name, padded_batch(lengths, config.vocab_size, side=side, seed=seed), config)
+
+
+def _fields(outputs, mask):
+    """Named float outputs at real positions (everything, where an output has no positions)."""
+    named = {}
+    for key, value in outputs.items():
+        if torch.is_tensor(value):
+            per_token = value.dim() > 1 and value.shape[:2] == mask.shape
+            named[key] = value[mask != 0] if per_token else value
+    return named
+
+
+def _check(ours, theirs, inputs, *, autocast=None, packed=True):
+    mask = inputs["attention_mask"].view(-1, inputs["attention_mask"].shape[-1])
+    oracle_model = copy.deepcopy(theirs).double()
+    with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        if packed:
+            with assert_packed(COUNTER), assert_ran("rotary"), assert_ran("geglu_fwd"):
+                actual = ours(**inputs)
+        else:
+            before = counters()
+            actual = ours(**inputs)
+            assert (counters() - before)[COUNTER, "padded"] == 1
+        same = theirs(**inputs)
+    oracle = oracle_model(**inputs)
+    expected, plain = _fields(oracle, mask), _fields(same, mask)
+    assert expected.keys() == _fields(actual, mask).keys()
+    for name, value in _fields(actual, mask).items():
+        value = value.to(plain[name].dtype) if name == "loss" else value
+        assert_close_to_oracle(
+            value, expected[name], plain[name], name, op="model", compute_dtype=autocast
+        )
+    if actual.get("loss") is None:
+        return
+    for outputs in (actual, same, oracle):
+        outputs.loss.backward()
+    compare_gradients(
+        gradients(ours),
+        gradients(oracle_model),
+        gradients(theirs),
+        op="model",
+        compute_dtype=autocast,
+    )
+
+
+@pytest.mark.parametrize("name", MODERNBERT_HEADS)
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_heads_match_in_training(name, pooling):
+    if pooling == "mean" and "Classification" not in name and "Choice" not in name:
+        pytest.skip("the head does not pool")
+    config = small_modernbert_config(classifier_pooling=pooling)
+    ours, theirs = model_pair(name, config)
+    ours.train(), theirs.train()
+    _check(ours, theirs, _batch(name, config))
+
+
+@pytest.mark.parametrize("name", ["ModernBertModel", *MODERNBERT_HEADS])
+def test_heads_match_in_eval_without_padding(name):
+    config = small_modernbert_config()
+    ours, theirs = model_pair(name, config)
+    _check(ours, theirs, _batch(name, config, lengths=(19, 19)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["ModernBertForMaskedLM", "ModernBertForSequenceClassification"])
+def test_half_precision(name, dtype):
+    config = small_modernbert_config()
+    ours, theirs = model_pair(name, config, dtype=dtype)
+    ours.train(), theirs.train()
+    _check(ours, theirs, _batch(name, config))
+
+
+def test_autocast():
+    config = small_modernbert_config()
+    ours, theirs = model_pair("ModernBertForMaskedLM", config)
+    ours.train(), theirs.train()
+    _check(ours, theirs, _batch("ModernBertForMaskedLM", config), autocast=torch.bfloat16)
+    assert {p.grad.dtype for p in ours.parameters() if p.grad is not None} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 1152},
+        {"hidden_size": 60, "num_attention_heads": 3, "intermediate_size": 77},
+        {"attention_bias": True, "mlp_bias": True, "norm_bias": True, "classifier_bias": True},
+        {"hidden_activation": "gelu_pytorch_tanh", "decoder_bias": False},
+        {"hidden_activation": "silu", "classifier_activation": "relu"},
+        {"layer_types": ["sliding_attention"] * 4, "local_attention": 3},
+        {"global_rope_theta": 500.0, "local_rope_theta": 50.0},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            }
+        },
+    ],
+    ids=["base", "odd", "biases", "tanh", "silu", "local", "theta", "linear rope"],
+)
+def test_configurations(overrides, request):
+    config = small_modernbert_config(**overrides)
+    ours, theirs = model_pair("ModernBertForMaskedLM", config)
+    ours.train(), theirs.train()
+    inputs = _batch("ModernBertForMaskedLM", config)
+    if "silu" in request.node.name:
+        with assert_packed(COUNTER):
+            actual, expected = ours(**inputs), theirs(**inputs)
+        torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-5, atol=1e-5)
+        return
+    _check(ours, theirs, inputs)
+
+
+@pytest.mark.parametrize("side", ["left", "holes"])
+@pytest.mark.parametrize("reach", [4, 32])
+def test_padding_elsewhere(side, reach):
+    """Left padding keeps distances. Holes change them, and a window counts padded positions: those
+    batches run transformers' forward, unless the window is wider than the batch."""
+    config = small_modernbert_config(local_attention=2 * reach)
+    ours, theirs = model_pair("ModernBertForMaskedLM", config)
+    inputs = _batch("ModernBertForMaskedLM", config, side=side)
+    _check(ours, theirs, inputs, packed=side == "left" or reach == 32)
+
+
+def test_labels_on_padding_count():
+    """As in transformers; beyond a window their rows are no neighbours of the text."""
+    config = small_modernbert_config(local_attention=64)
+    ours, theirs = model_pair("ModernBertForMaskedLM", config)
+    inputs = _batch("ModernBertForMaskedLM", config)
+    inputs["labels"][1, 7] = 5
+    _check(ours, theirs, inputs)
+
+
+def test_position_ids_are_used_as_given():
+    config = small_modernbert_config()
+    ours, theirs = model_pair("ModernBertModel", config)
+    inputs = _batch("ModernBertModel", config)
+    shape = inputs["input_ids"].shape
+    for positions in (torch.randint(0, 9000, shape), torch.arange(3, shape[1] + 3)[None]):
+        _check(ours, theirs, {**inputs, "position_ids": positions})
+
+
+def test_inputs_embeds():
+    config = small_modernbert_config()
+    ours, theirs = model_pair("ModernBertForMaskedLM", config)
+    inputs = _batch("ModernBertForMaskedLM", config)
+    embeds = theirs.model.embeddings.tok_embeddings(inputs.pop("input_ids")).detach()
+    grads = []
+    for model in (ours, theirs):
+        leaf = embeds.clone().requires_grad_()
+        model(inputs_embeds=leaf, **inputs).loss.backward()
+        grads.append(leaf.grad)
+    real = inputs["attention_mask"] != 0
+    torch.testing.assert_close(grads[0][real], grads[1][real], rtol=1e-4, atol=1e-6)
+
+
+def test_packed_input_is_each_text_alone():
+    """`cu_seq_lens_q`: texts of one row do not see each other, and positions restart."""
+    config = small_modernbert_config()
+    ours, _ = model_pair("ModernBertModel", config)
+    texts = [torch.randint(3, 99, (1, n)) for n in (20, 7, 33)]
+    starts = torch.tensor([0, 20, 27, 60], dtype=torch.int32)
+    options = {"cu_seq_lens_q": starts, "max_length_q": 33}
+    with torch.no_grad(), assert_packed(COUNTER):
+        together = ours(torch.cat(texts, 1), **options).last_hidden_state
+        alone = torch.cat([ours(text).last_hidden_state for text in texts], 1)
+    assert torch.equal(together, alone)
+    with torch.no_grad():
+        weights = ours(torch.cat(texts, 1), **options, output_attentions=True)
+    torch.testing.assert_close(weights.last_hidden_state, alone, rtol=0, atol=1e-4)
+    assert len(weights.attentions) == config.num_hidden_layers
+
+
+def test_sparse_prediction():
+    config = small_modernbert_config(sparse_prediction=True)
+    ours, theirs = model_pair("ModernBertForMaskedLM", config)
+    for training in (True, False):
+        for model in (ours, theirs):
+            model.train(training).zero_grad()
+        inputs = _batch("ModernBertForMaskedLM", config)
+        actual, expected = ours(**inputs), theirs(**inputs)
+        assert actual.logits.shape == expected.logits.shape
+        torch.testing.assert_close(actual.logits, expected.logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-5, atol=1e-5)
+
+
+def test_accelerate_and_checkpoints_both_ways(tmp_path):
+    config = small_modernbert_config()
+    theirs = transformers.ModernBertForMaskedLM(config).eval()
+    inputs = _batch("ModernBertForMaskedLM", config)
+    expected = theirs(**inputs)
+    theirs.save_pretrained(tmp_path)
+    loaded = fastbert.ModernBertForMaskedLM.from_pretrained(tmp_path).eval()
+    assert fastbert.accelerate(theirs) is theirs
+    assert type(theirs) is fastbert.ModernBertForMaskedLM
+    for model in (theirs, loaded):
+        with assert_packed(COUNTER):
+            actual = model(**inputs)
+        torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-5, atol=1e-5)
+    loaded.save_pretrained(tmp_path / "again")
+    again = transformers.ModernBertForMaskedLM.from_pretrained(tmp_path / "again").eval()
+    torch.testing.assert_close(again(**inputs).loss, expected.loss, rtol=1e-5, atol=1e-5)
+
+
+def test_gradient_checkpointing_with_dropout():
+    config = small_modernbert_config(mlp_dropout=0.2, attention_dropout=0.2, embedding_dropout=0.1)
+    ours, _ = model_pair("ModernBertForMaskedLM", config)
+    inputs = _batch("ModernBertForMaskedLM", config)
+    ours.train()
+    results = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            ours.gradient_checkpointing_enable()
+        ours.zero_grad()
+        torch.manual_seed(3)
+        with assert_packed(COUNTER):
+            ours(**inputs).loss.backward()
+        results.append({k: v.clone() for k, v in gradients(ours).items()})
+    for name, gradient in results[0].items():
+        torch.testing.assert_close(results[1][name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+class _Masks(torch.nn.Module):
+    """A dropout module that multiplies by the stream's mask, for transformers' model."""
+
+    def __init__(self, rng_state, site, p):
+        super().__init__()
+        self.rng_state, self.site, self.p = rng_state, site, p
+
+    def forward(self, x):
+        rows, columns = x[..., 0].numel(), x.shape[-1]
+        keep = row_keep_mask(self.rng_state, rows, columns, dropout_p=self.p, site=self.site)
+        return torch.where(keep.view_as(x), x, 0) / (1 - self.p)
+
+
+def test_dropout_is_where_transformers_has_it(monkeypatch):
+    """transformers' own model with our masks in place of its dropouts: equal loss and gradients.
+
+    On a batch without padding a packed row is a padded row, so the masks fit both.
+    """
+    p, length = 0.25, 19
+    config = small_modernbert_config(
+        mlp_dropout=p, attention_dropout=p, embedding_dropout=p, hidden_activation="gelu"
+    )
+    ours, theirs = model_pair("ModernBertForMaskedLM", config, attention="eager")
+    ours.train(), theirs.train()
+    inputs = _batch("ModernBertForMaskedLM", config, lengths=(length,) * 3)
+    rng_state = torch.tensor([99, 3])
+    theirs.model.embeddings.drop = _Masks(rng_state, SITE_EMBEDDING, p)
+    for index, layer in enumerate(theirs.model.layers):
+        layer.attn.out_drop = _Masks(rng_state, 8 * index + 1, p)
+        layer.mlp.drop = _Masks(rng_state, 8 * index + 3, p)
+    layers = iter(range(config.num_hidden_layers))
+
+    def dropout(x, p=0.5, training=True, inplace=False):
+        shape = (torch.arange(3), x.shape[1], length, length)
+        keep = score_keep_mask(rng_state, *shape, dropout_p=p, site=8 * next(layers))
+        return torch.where(keep, x, 0) / (1 - p)
+
+    with assert_packed(COUNTER):
+        mine = ours(**inputs, rng_state=rng_state)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "dropout", dropout)
+        expected = theirs(**inputs)
+    torch.testing.assert_close(mine.loss, expected.loss, rtol=1e-5, atol=1e-5)
+    mine.loss.backward()
+    expected.loss.backward()
+    compare_gradients(
+        gradients(ours),
+        {k: v.double() for k, v in gradients(theirs).items()},
+        gradients(theirs),
+        op="model",
+    )
+
+
+def test_memory_grows_with_the_length():
+    """What a training forward keeps: four times the tokens, four times the bytes; transformers'
+    weights grow with the square."""
+    config = small_modernbert_config(num_hidden_layers=2, max_position_embeddings=4096)
+    ours, _ = model_pair("ModernBertModel", config)
+    sizes = []
+    for length in (512, 2048):
+        ids = torch.randint(3, 99, (1, length))
+        sizes.append(saved_bytes(lambda ids=ids: ours(ids), ours.parameters()))
+    assert sizes[1] <= 4.01 * sizes[0]
+
+
+def test_compile_without_padding():
+    config = small_modernbert_config(num_hidden_layers=2)
+    ours, _ = model_pair("ModernBertModel", config)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    ids = torch.randint(3, 99, (2, 12))
+    with torch.no_grad():
+        expected = ours(ids).last_hidden_state
+        torch.testing.assert_close(compiled(ids).last_hidden_state, expected, rtol=0, atol=1e-5)
