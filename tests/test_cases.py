@@ -1,4 +1,4 @@
-"""The cases drawn from public trouble reports that concern our models, where a developer has them."""
+"""The cases drawn from public trouble reports on our models, where a developer has them."""
 
 import importlib.util
 import os

@@ -132,7 +132,9 @@ def _tile(module: str, function: str, **constants) -> Callable[[str, object], di
     return of
 
 
-def _attention(kernel: str, head_dim: int = 64) -> Callable[[str, object], dict]:
+def _attention(
+    kernel: str, head_dim: int = 64, window: bool = False
+) -> Callable[[str, object], dict]:
     def of(dtype: str, target) -> dict:
         import torch
 
@@ -141,7 +143,7 @@ def _attention(kernel: str, head_dim: int = 64) -> Callable[[str, object], dict]
         sizes = _module("attention").blocks(head_dim, names[dtype], kernel, major)
         options = {"DROPOUT": True, "PRECISION": "ieee", "D": head_dim}
         if kernel != "bwd":
-            options["WINDOW"] = False
+            options["WINDOW"] = window
         return {**options, **sizes}
 
     return of
@@ -258,6 +260,12 @@ WIDE_HEADS = {
     for name in (f"_attention_{kernel}_kernel",)
 }
 
+WINDOWED = {
+    name: dataclasses.replace(KERNELS["attention", name], constants=_attention(kernel, window=True))
+    for kernel in ("fwd", "bwd_dq", "bwd_dkv")
+    for name in (f"_attention_{kernel}_kernel",)
+}
+
 
 # Triton compiles a kernel apart where one of its integers is 1.
 ONES = ("num_rows", "num_rows_q", "num_rows_k", "num_sequences", "num_heads", "parts", "part_rows")
@@ -278,8 +286,8 @@ Job = tuple[str, str, Kernel, object, str]
 
 
 def jobs(only: str = "") -> list[Job]:
-    """Every dtype for the first target, bf16 for the others; heads of 128, and integers of 1, in
-    bf16."""
+    """Every dtype for the first target, bf16 for the others; heads of 128, windows, and integers of
+    1, in bf16."""
     found = [
         (module, name, kernel, target, dtype)
         for (module, name), kernel in KERNELS.items()
@@ -288,7 +296,8 @@ def jobs(only: str = "") -> list[Job]:
     ]
     found += [
         ("attention", name, kernel, target, "bf16")
-        for name, kernel in WIDE_HEADS.items()
+        for kernels in (WIDE_HEADS, WINDOWED)
+        for name, kernel in kernels.items()
         for target in CUDA_TARGETS
     ]
     found += [

@@ -15,8 +15,10 @@ from fastbert.ops.add_layer_norm import add_layer_norm
 from fastbert.ops.attention import attention
 from fastbert.ops.bias_gelu import bias_gelu
 from fastbert.ops.embed_layer_norm import embed_layer_norm
+from fastbert.ops.geglu import geglu
 from fastbert.ops.mlm_cross_entropy import mlm_cross_entropy
 from fastbert.ops.philox import row_keep_mask, score_keep_mask
+from fastbert.ops.rotary import rotary
 from fastbert.ops.unpad import pad, unpad
 from fastbert.testing.compare import assert_bitwise_equal, op_check
 from fastbert.testing.counters import assert_ran
@@ -88,6 +90,50 @@ def test_bias_gelu(device, shape, dtype):
         dtype,
         name="bias_gelu",
         reduction_rows=shape[0],
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", sizes((9, 40), (1000, 2304)), ids=str)
+def test_geglu(device, shape, dtype):
+    def plain(x, bias):
+        u, v = (x + bias).chunk(2, dim=1)
+        return F.gelu(u) * v
+
+    op_check(
+        lambda **a: geglu(**a, approximate="none"),
+        plain,
+        randn(device, x=shape, bias=shape[1:]),
+        dtype,
+        name="geglu",
+        reduction_rows=shape[0],
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", sizes((9, 2, 8), (4097, 12, 64), (65, 3, 20)), ids=str)
+def test_rotary(device, shape, dtype):
+    rows, heads, dim = shape
+    angles = 100 * torch.rand(50, dim // 2, device=device)
+    cos, sin = angles.cos(), angles.sin()
+    index = torch.randint(50, (rows,), device=device)
+
+    def plain(qkv):
+        q, k, v = qkv.unflatten(1, (3, heads, dim)).unbind(1)
+        c, s = (t[index][:, None].to(qkv.dtype) for t in (cos, sin))
+
+        def turned(x):
+            a, b = x.chunk(2, -1)
+            return torch.cat([a * c - b * s, b * c + a * s], -1)
+
+        return torch.stack([turned(q), turned(k), v], 1).flatten(1)
+
+    op_check(
+        lambda qkv: rotary(qkv, heads, cos, sin, index),
+        plain,
+        randn(device, qkv=(rows, 3 * heads * dim)),
+        dtype,
+        name="rotary",
     )
 
 
