@@ -210,6 +210,29 @@ FAULTS = {
         "return generator(self.seed, self.epoch).permutation(len(self.lengths))",
         "return generator(self.seed, 0).permutation(len(self.lengths))",
         "tests/data/test_sampler.py",
+    "rotary's gradient turns onwards": (
+        "fastbert/ops/rotary.py",
+        "*ctx.saved_tensors, True)",
+        "*ctx.saved_tensors, False)",
+        "tests/ops/test_rotary.py",
+    ),
+    "geglu gates the other half": (
+        "fastbert/reference/geglu.py",
+        "return (F.gelu(u, approximate=approximate) * v).to(x.dtype)",
+        "return (F.gelu(v, approximate=approximate) * u).to(x.dtype)",
+        "tests/ops/test_geglu.py",
+    ),
+    "a local layer sees a token more": (
+        "fastbert/encoder_prenorm.py",
+        "(spec.window, spec.window) if narrow",
+        "(spec.window, spec.window + 1) if narrow",
+        "tests/models/test_modernbert.py",
+    ),
+    "windows over masks with holes": (
+        "fastbert/padding.py",
+        "return not (apart & ~starts[1:-1]).any()",
+        "return True",
+        "tests/models/test_modernbert.py",
     ),
     "mask ignored": (
         "fastbert/padding.py",

@@ -346,18 +346,19 @@ class ModernBertModel(CachesWeights, transformers.ModernBertModel):
         if inputs_embeds is None and not _is_plain_table(words):
             # Adapters and transformers' input hook for checkpointing sit here.
             inputs_embeds, input_ids = words(input_ids), None
-        # Token types and positions are no part of it: one row of zeros stands for each table.
+        # Token types and positions are no part of it: one row of zeros stands for each table. Two
+        # of each, since Dynamo takes no tensor twice.
         values = words.weight if inputs_embeds is None else inputs_embeds
-        nothing = values.new_zeros(1, values.shape[-1])
-        first = torch.zeros(batch.num_rows, dtype=torch.int64, device=values.device)
+        kinds, places = values.new_zeros(2, batch.num_rows, dtype=torch.int64)
+        no_kind, no_place = values.new_zeros(2, 1, values.shape[-1])
         p = dropout_p(embeddings.drop)
         return embed_layer_norm(
             input_ids,
-            first,
-            first,
+            kinds,
+            places,
             None if input_ids is None else words.weight,
-            nothing,
-            nothing,
+            no_kind,
+            no_place,
             embeddings.norm.weight,
             embeddings.norm.bias,
             eps=embeddings.norm.eps,

@@ -318,11 +318,21 @@ def test_memory_grows_with_the_length():
     assert sizes[1] <= 4.01 * sizes[0]
 
 
-def test_compile_without_padding():
+def test_compile_fullgraph():
+    """Both lengths: beyond the window a masked batch runs transformers' forward inside the graph."""
     config = small_modernbert_config(num_hidden_layers=2)
-    ours, _ = model_pair("ModernBertModel", config)
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    ids = torch.randint(3, 99, (2, 12))
-    with torch.no_grad():
-        expected = ours(ids).last_hidden_state
-        torch.testing.assert_close(compiled(ids).last_hidden_state, expected, rtol=0, atol=1e-5)
+    ours, theirs = model_pair("ModernBertForMaskedLM", config)
+    compiled = torch.compile(ours.train(), fullgraph=True, backend="aot_eager")
+    for lengths in (LENGTHS, (5, 3)):
+        inputs = _batch("ModernBertForMaskedLM", config, lengths=lengths)
+        results = []
+        for model in (compiled, theirs.train()):
+            model.zero_grad()
+            loss = model(**inputs).loss
+            loss.backward()
+            results.append(loss)
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+        for (name, mine), (_, other) in zip(
+            ours.named_parameters(), theirs.named_parameters(), strict=True
+        ):
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-3, atol=1e-5, msg=name)
