@@ -40,6 +40,7 @@ from fastbert.models.bert import (
     PACKED_KEYWORDS,
     _additive,
     _block_mask,
+    _check_label_rows,
     _eager_attention,
     _is_checkable,
     _is_plain_table,
@@ -423,11 +424,19 @@ class ModernBertForMaskedLM(CachesWeights, transformers.ModernBertForMaskedLM):
         label_rows = kwargs.pop("label_rows", None)
         return_dict = _return_dict(self.config, kwargs)
         required = None
+        if label_rows is not None and kwargs.get("cu_seq_lens_q") is None:
+            raise ValueError(
+                "label_rows are rows of packed input and need cu_seq_lens_q; of a padded batch "
+                "the labelled rows are found by the labels"
+            )
         if labels is not None:
             tokens = inputs_embeds if input_ids is None else input_ids
             check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds, labels=labels)
             check_mask_shape("labels", labels, *tokens.shape[:2])
-            required = labels != self._ignored_label()
+            if label_rows is None:
+                required = labels != self._ignored_label()
+            elif dispatch.is_checkable(labels):
+                _check_label_rows(labels, label_rows)
         outputs = self.model(
             *inputs, required_rows=required, keep_rows=True, return_dict=True, **kwargs
         )
@@ -542,6 +551,11 @@ class _Head(CachesWeights):
         swap_classes(self)
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        if kwargs.get("pooled_rows") is not None:
+            raise NotImplementedError(
+                f"{type(self).__name__} pools one text a row of ids and takes no pooled_rows; pass "
+                "a padded batch"
+            )
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         return_dict = _return_dict(self.config, kwargs)
         inputs = {
@@ -563,8 +577,11 @@ class _Head(CachesWeights):
         return None
 
 
-def _all_positions(input_ids, kwargs, value: bool) -> torch.Tensor:
-    tokens = kwargs["inputs_embeds"] if input_ids is None else input_ids
+def _all_positions(input_ids, kwargs, value: bool) -> torch.Tensor | None:
+    """`(B, S)` bool; None without an input, which the model will say."""
+    tokens = kwargs.get("inputs_embeds") if input_ids is None else input_ids
+    if tokens is None:
+        return None
     return torch.full(tokens.shape[:2], value, dtype=torch.bool, device=tokens.device)
 
 
@@ -575,7 +592,8 @@ class ModernBertForSequenceClassification(_Head, transformers.ModernBertForSeque
         if self.config.classifier_pooling != "cls" or kwargs.get("cu_seq_lens_q") is not None:
             return None
         first = _all_positions(input_ids, kwargs, False)
-        first[:, :1] = True
+        if first is not None:
+            first[:, :1] = True
         return first
 
 

@@ -15,6 +15,7 @@ import transformers
 import fastbert
 from fastbert.dispatch import counters
 from fastbert.ops.philox import row_keep_mask, score_keep_mask
+from fastbert.padding import pack
 from fastbert.reference.philox import SITE_EMBEDDING
 from fastbert.testing import models
 from fastbert.testing.compare import assert_close_to_oracle, compare_gradients
@@ -115,7 +116,12 @@ def test_autocast():
 @pytest.mark.parametrize(
     "overrides",
     [
-        {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 1152},
+        {
+            "hidden_size": 768,
+            "num_attention_heads": 12,
+            "intermediate_size": 1152,
+            "num_hidden_layers": 2,
+        },
         {"hidden_size": 60, "num_attention_heads": 3, "intermediate_size": 77},
         {"attention_bias": True, "mlp_bias": True, "norm_bias": True, "classifier_bias": True},
         {"hidden_activation": "gelu_pytorch_tanh", "decoder_bias": False},
@@ -318,21 +324,44 @@ def test_memory_grows_with_the_length():
     assert sizes[1] <= 4.01 * sizes[0]
 
 
-def test_compile_fullgraph():
-    """Both lengths: beyond the window a masked batch runs transformers' forward inside the graph."""
-    config = small_modernbert_config(num_hidden_layers=2)
+@pytest.mark.parametrize(
+    "lengths", [(5, 3), pytest.param(LENGTHS, marks=pytest.mark.slow)], ids=["short", "long"]
+)
+def test_compile_fullgraph(lengths):
+    """Beyond the window a masked batch runs transformers' forward inside the graph."""
+    config = small_modernbert_config(num_hidden_layers=1, layer_types=["sliding_attention"])
     ours, theirs = model_pair("ModernBertForMaskedLM", config)
     compiled = torch.compile(ours.train(), fullgraph=True, backend="aot_eager")
-    for lengths in (LENGTHS, (5, 3)):
-        inputs = _batch("ModernBertForMaskedLM", config, lengths=lengths)
-        results = []
-        for model in (compiled, theirs.train()):
-            model.zero_grad()
-            loss = model(**inputs).loss
-            loss.backward()
-            results.append(loss)
-        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
-        for (name, mine), (_, other) in zip(
-            ours.named_parameters(), theirs.named_parameters(), strict=True
-        ):
-            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-3, atol=1e-5, msg=name)
+    inputs = _batch("ModernBertForMaskedLM", config, lengths=lengths)
+    results = []
+    for model in (compiled, theirs.train()):
+        loss = model(**inputs).loss
+        loss.backward()
+        results.append(loss)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients(theirs).items():
+        mine = ours.get_parameter(name).grad
+        torch.testing.assert_close(mine, gradient, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_packed_labels_and_what_is_refused():
+    """`pack` with label rows gives the loss of the padded batch; a pooling head refuses it."""
+    config = small_modernbert_config()
+    ours, _ = model_pair("ModernBertForMaskedLM", config)
+    inputs = _batch("ModernBertForMaskedLM", config)
+    features = [
+        {"input_ids": ids[:length].tolist(), "labels": labels[:length].tolist()}
+        for ids, labels, length in zip(inputs["input_ids"], inputs["labels"], LENGTHS, strict=True)
+    ]
+    packed = pack(features, num_tokens=60, num_sequences=6, num_labels=40)
+    with assert_packed(COUNTER):
+        loss = ours(**packed).loss
+    torch.testing.assert_close(loss, ours(**inputs).loss, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="label_rows"):
+        ours(**inputs, label_rows=packed["label_rows"])
+    head, _ = model_pair("ModernBertForSequenceClassification", config)
+    del packed["labels"], packed["label_rows"]
+    with pytest.raises(NotImplementedError, match="pooled_rows"):
+        head(**packed)
+    with pytest.raises(ValueError, match="exactly one"):
+        head(attention_mask=inputs["attention_mask"])
