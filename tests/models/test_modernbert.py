@@ -365,3 +365,16 @@ def test_packed_labels_and_what_is_refused():
         head(**packed)
     with pytest.raises(ValueError, match="exactly one"):
         head(attention_mask=inputs["attention_mask"])
+
+
+def test_inference_is_batch_invariant():
+    """A text's bits are the same alone and in a batch, whether a window is narrower or not."""
+    config = small_modernbert_config()
+    ours, _ = model_pair("ModernBertForMaskedLM", config)
+    inputs = padded_batch(LENGTHS, config.vocab_size, seed=4)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    with torch.no_grad(), assert_packed(COUNTER):
+        together = ours(ids, attention_mask=mask).logits
+        for row, length in enumerate(LENGTHS):
+            alone = ours(ids[row : row + 1, :length]).logits
+            assert torch.equal(alone[0], together[row, :length])
