@@ -12,6 +12,7 @@ _EXPORTS = {
     "GraphedForward": "fastbert.graphed_forward",
     "accelerate": "fastbert.models.accelerate",
     "refresh": "fastbert.cache",
+    "register_attention": "fastbert.models.attention_interface",
     "use_backend": "fastbert.ops",
     **dict.fromkeys(
         (

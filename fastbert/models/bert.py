@@ -69,7 +69,14 @@ from fastbert.padding import (
 )
 from fastbert.reference.philox import SITE_EMBEDDING
 
-ATTENTION_IMPLEMENTATIONS = {None, "eager", "sdpa", "flash_attention_2", "flex_attention"}
+ATTENTION_IMPLEMENTATIONS = {
+    None,
+    "eager",
+    "fastbert",
+    "flash_attention_2",
+    "flex_attention",
+    "sdpa",
+}
 PACKED_KEYWORDS = {
     "output_hidden_states",
     "output_attentions",
