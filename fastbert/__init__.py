@@ -13,6 +13,7 @@ _EXPORTS = {
     "accelerate": "fastbert.models.accelerate",
     "refresh": "fastbert.cache",
     "register_attention": "fastbert.models.attention_interface",
+    "register_auto_classes": "fastbert.models.auto_classes",
     "use_backend": "fastbert.ops",
     **dict.fromkeys(
         (
