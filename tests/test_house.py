@@ -84,6 +84,13 @@ ARROWS = {
         "fastbert.padding",
         "fastbert.train",
     },
+    "fastbert.tasks": {
+        "fastbert.dispatch",
+        "fastbert.models",
+        "fastbert.optim",
+        "fastbert.padding",
+        "fastbert.tasks",
+    },
     "fastbert.peers": {"fastbert.dispatch"},
     "fastbert.tune": {"fastbert.kernels", "fastbert.ops"},
     "fastbert.env": {"fastbert", "fastbert.dispatch", "fastbert.extension", "fastbert.peers"},

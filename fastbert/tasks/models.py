@@ -1,0 +1,47 @@
+"""The model of a task, with fastbert inside."""
+
+import transformers
+
+from fastbert import dispatch
+from fastbert.models.accelerate import accelerate
+from fastbert.models.attention_interface import register_attention
+from fastbert.tasks.tables import TaskError
+from fastbert.tasks.task import Task
+
+
+def load_tokenizer(folder: str):
+    """
+    Raises:
+        TaskError: it is not a fast one, which alone knows where tokens come from.
+    """
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    if not tokenizer.is_fast:
+        raise TaskError(
+            f"the tokenizer of {folder} is {type(tokenizer).__name__}, which does not say where "
+            "its tokens come from; save it as a fast one (tokenizer.json)"
+        )
+    return tokenizer
+
+
+def load_model(task: Task, folder: str, *, new_head: bool, accelerated: bool):
+    """transformers' model of the task, accelerated.
+
+    A family that fastbert does not know whole gets its attention.
+
+    Args:
+        task: for the class and its labels.
+        folder: a checkpoint, as transformers takes it.
+        new_head: the labels are the task's; a head of other labels is replaced, and transformers
+            says so. False: the checkpoint's own.
+        accelerated: False leaves transformers' forward.
+    """
+    options = {**task.model_options(), "ignore_mismatched_sizes": True} if new_head else {}
+    model = getattr(transformers, task.auto_class).from_pretrained(folder, **options)
+    if not accelerated:
+        return model
+    try:
+        return accelerate(model)
+    except ValueError as error:
+        dispatch.log_once(type(model).__name__, "fastbert's layers, only its attention", str(error))
+        model.set_attn_implementation(register_attention())
+        return model

@@ -1,0 +1,89 @@
+"""`fastbert finetune`, `evaluate` and `predict` from files to what they print."""
+
+import csv
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from fastbert.cli.main import app
+
+pytest.importorskip("tyro")
+
+
+def _run(*arguments, text=None, ok=True):
+    result = CliRunner().invoke(app, [str(a) for a in arguments], input=text)
+    assert (result.exit_code == 0) is ok, result.output
+    return result
+
+
+def _table(path, rows):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(checkpoint, reviews, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("commands")
+    train = _table(folder / "train.csv", reviews[:64])
+    judged = _table(folder / "judged.csv", reviews[64:])
+    told = _run(
+        *("finetune", "classification", checkpoint, "--train", train, "--evaluation", judged),
+        *("--output", folder / "model", "--epochs", 5, "--batch-size", 8),
+        *("--learning-rate", 3e-3, "--layer-decay", 1, "--no-progress"),
+    )
+    assert "accuracy 1.0000" in told.stdout
+    assert f"in {folder / 'model'}" in told.stdout
+    return folder
+
+
+def test_evaluate(trained):
+    told = _run("evaluate", trained / "model", trained / "judged.csv")
+    assert "accuracy 1.0000" in told.stdout
+    told = _run("evaluate", trained / "model", trained / "judged.csv", "--json")
+    assert json.loads(told.stdout)["accuracy"] == 1
+
+
+def test_predict_from_a_file_and_from_standard_input(trained):
+    told = _run("predict", trained / "model", trained / "judged.csv")
+    answers = [json.loads(line) for line in told.stdout.splitlines()]
+    assert len(answers) == 32
+    assert {a["label"] for a in answers} == {"negative", "positive"}
+    lines = '{"body": "the film was awful"}\n\n{"body": "fine"}\n'
+    told = _run("predict", trained / "model", "-", "--text", "body", text=lines)
+    labels = [json.loads(line)["label"] for line in told.stdout.splitlines()]
+    assert labels == ["negative", "positive"]
+    told = _run("predict", trained / "model", "-", "--text", "body", "--table", text=lines)
+    assert told.stdout.splitlines() == ["label", "negative", "positive"]
+
+
+def test_help_lists_the_options_of_a_task():
+    assert "TASK is one of classification" in _run("finetune", "--help").stdout
+    told = _run("finetune", "question-answering", "--help").stdout
+    assert "--max-answer-length" in told
+    assert "--layer-decay" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("finetune", "poetry", "x"), "there is no task 'poetry'"),
+        (("evaluate", "MODEL", "rows.csv"), "there is no file rows.csv"),
+        (("evaluate", "MODEL", "FILE", "--label", "stars"), "no column 'stars'"),
+        (("evaluate", "nowhere", "rows.csv"), "has no fastbert_task.json"),
+        (("predict", "MODEL", "FILE", "--overlong", "cut"), "overlong must be one of"),
+        (("predict", "MODEL", "-"), "standard input has no rows"),
+        (
+            ("predict", "MODEL", "FILE", "--overlong", "refuse", "--max-length", "8"),
+            "tokens, at most 8 are taken",
+        ),
+    ],
+)
+def test_what_a_caller_can_mend_is_one_line(trained, arguments, message):
+    places = {"MODEL": trained / "model", "FILE": trained / "judged.csv"}
+    told = _run(*(places.get(a, a) for a in arguments), text="", ok=False)
+    assert message in told.stderr
+    assert "Traceback" not in told.stderr
