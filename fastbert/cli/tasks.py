@@ -177,13 +177,15 @@ def _short(answer: dict) -> dict[str, str]:
 @contextmanager
 def _errors_told():
     """What a caller can mend is one line without a trace; what fastbert logs is shown."""
+    from fastbert.tasks.tables import TaskError
+
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     try:
         yield
     except ImportError as error:
         typer.echo(f"Error: {error}; pip install 'fastbert[tasks,train]'", err=True)
         raise typer.Exit(1) from error
-    except (ValueError, OSError) as error:
+    except (TaskError, OSError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from error
 

@@ -27,6 +27,7 @@ from fastbert.tasks.task import Encoded, Task, TaskSettings, longest
 logger = logging.getLogger("fastbert")
 
 METRICS = "metrics.json"
+CHECKPOINTS = "checkpoints"
 HELD_OUT = 0.1
 
 
@@ -159,8 +160,9 @@ def finetune(
 
 def _output_folder(output: str | Path) -> Path:
     output = Path(output)
-    ours = (output / METRICS).is_file() or not output.exists() or not any(output.iterdir())
-    if not ours:
+    found = {path.name for path in output.iterdir()} if output.exists() else set()
+    # Checkpoints alone are those of a run that was stopped.
+    if METRICS not in found and found - {CHECKPOINTS}:
         raise TaskError(f"{output} holds something else than a fine-tuned model; name a new folder")
     output.mkdir(parents=True, exist_ok=True)
     return output
@@ -205,7 +207,7 @@ def _trainer(worker: Task, network, tokenizer, rows, held_out, output: Path, tra
     return transformers.Trainer(
         model=network,
         args=transformers.TrainingArguments(
-            output_dir=str(output / "checkpoints"),
+            output_dir=str(output / CHECKPOINTS),
             num_train_epochs=training.epochs,
             per_device_train_batch_size=training.batch_size,
             per_device_eval_batch_size=training.batch_size,
