@@ -1,94 +1,27 @@
-"""Fine-tuning a model on a task: transformers' Trainer, with defaults that are known to hold up.
+"""Fine-tuning a model on a task of transformers' Trainer."""
 
-Sources: bias-corrected AdamW, a tenth of the steps as warm-up and a linear fall: Mosbach
-et al. 2021, "On the stability of fine-tuning BERT", section 6; falling rates by layer:
-`fastbert.optim.layer_decay`.
-"""
-
-import json
-import logging
-import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import torch
 import transformers
 
-from fastbert.optim import layer_decay_groups
 from fastbert.tasks.card import write_card
 from fastbert.tasks.models import load_model, load_tokenizer
+from fastbert.tasks.recipe import TrainingSettings, callbacks_of, optimizer_of, trainer_arguments
 from fastbert.tasks.registry import task_class, write_task
-from fastbert.tasks.tables import TaskError, read_rows
+from fastbert.tasks.runs import (
+    CHECKPOINTS,
+    Finetuned,
+    epochs_of,
+    output_folder,
+    plain,
+    rows_and_held_out,
+    write_metrics,
+)
+from fastbert.tasks.tables import TaskError
 from fastbert.tasks.task import Encoded, Task, TaskSettings, longest
-
-logger = logging.getLogger("fastbert")
-
-METRICS = "metrics.json"
-CHECKPOINTS = "checkpoints"
-HELD_OUT = 0.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingSettings:
-    """
-    Attributes:
-        epochs: passes over the training rows.
-        batch_size: features of a batch.
-        learning_rate: of the head.
-        layer_decay: factor on it from layer to layer down.
-        warmup: share of the steps.
-        weight_decay: of matrices.
-        patience: epochs without a better metric before stopping; None: never.
-        seed: of the head, the order, dropout and held-out rows; equal ones give equal runs.
-        bf16: autocast to it.
-        accumulation: batches of a step.
-        accelerated: False trains transformers' own model.
-        progress: show a bar.
-    """
-
-    epochs: float = 3
-    batch_size: int = 32
-    learning_rate: float = 5e-5
-    layer_decay: float = 0.95
-    warmup: float = 0.1
-    weight_decay: float = 0.01
-    patience: int | None = 2
-    seed: int = 42
-    bf16: bool = False
-    accumulation: int = 1
-    accelerated: bool = True
-    progress: bool = False
-
-    def __post_init__(self):
-        for name, low in (("epochs", 0), ("learning_rate", 0), ("batch_size", 0)):
-            if not getattr(self, name) > low:
-                raise TaskError(f"{name} must be above {low}, got {getattr(self, name)}")
-        if not 0 <= self.warmup < 1:
-            raise TaskError(f"warmup must lie in [0, 1), got {self.warmup}")
-        if self.patience is not None and self.patience < 1:
-            raise TaskError(f"patience must be at least 1, got {self.patience}")
-        if self.accumulation < 1:
-            raise TaskError(f"accumulation must be at least 1, got {self.accumulation}")
-
-
-@dataclass(frozen=True)
-class Finetuned:
-    """
-    Attributes:
-        output: folder of the model.
-        metrics: of the best checkpoint, on the evaluation rows.
-        history: one mapping an epoch: training loss and metrics.
-        seconds: of training, evaluations included. samples_per_second: as Trainer counts them.
-    """
-
-    output: Path
-    metrics: dict[str, float]
-    history: list[dict]
-    seconds: float
-    samples_per_second: float
 
 
 def finetune(
@@ -126,8 +59,8 @@ def finetune(
             f"{type(settings).__name__}"
         )
     training = TrainingSettings() if training is None else training
-    output = _output_folder(output)
-    rows, held_out = _rows(train, evaluation, split, evaluation_split, training.seed)
+    output = output_folder(output)
+    rows, held_out = rows_and_held_out(train, evaluation, split, evaluation_split, training.seed)
 
     kind(settings).check(rows, "train", labelled=True)
     worker = kind(settings, kind(settings).labels_of(rows))
@@ -141,121 +74,45 @@ def finetune(
 
     trainer = _trainer(worker, network, tokenizer, rows, held_out, output, training)
     trained = trainer.train()
-    metrics = _plain(trainer.evaluate())
+    metrics = plain(trainer.evaluate())
     trainer.save_model(str(output))
     write_task(worker, output)
     result = Finetuned(
         output,
         metrics,
-        _history(trainer.state.log_history),
+        epochs_of(trainer.state.log_history),
         trained.metrics["train_runtime"],
         trained.metrics["train_samples_per_second"],
     )
-    record = {"metrics": metrics, "history": result.history}
-    (output / METRICS).write_text(json.dumps(record, indent=2) + "\n")
+    write_metrics(result)
     write_card(worker, result, training, model, len(rows), len(held_out))
     shutil.rmtree(trainer.args.output_dir)
     return result
 
 
-def _output_folder(output: str | Path) -> Path:
-    output = Path(output)
-    found = {path.name for path in output.iterdir()} if output.exists() else set()
-    # Checkpoints alone are those of a run that was stopped.
-    if METRICS not in found and found - {CHECKPOINTS}:
-        raise TaskError(f"{output} holds something else than a fine-tuned model; name a new folder")
-    output.mkdir(parents=True, exist_ok=True)
-    return output
-
-
-def _rows(train, evaluation, split, evaluation_split, seed) -> tuple[list[dict], list[dict]]:
-    rows = _read(train, split)
-    if evaluation is not None:
-        return rows, _read(evaluation, evaluation_split)
-    order = np.random.default_rng(seed).permutation(len(rows))
-    count = max(1, round(HELD_OUT * len(rows)))
-    if count >= len(rows):
-        raise TaskError(f"{len(rows)} rows are too few to hold some out; name evaluation rows")
-    logger.info("no evaluation rows were named: %d of %d rows are held out", count, len(rows))
-    return [rows[i] for i in sorted(order[count:])], [rows[i] for i in sorted(order[:count])]
-
-
-def _read(source, split) -> list[dict]:
-    rows = read_rows(source, split=split) if isinstance(source, (str, Path)) else list(source)
-    if not rows:
-        raise TaskError("there are no rows")
-    return rows
-
-
 def _trainer(worker: Task, network, tokenizer, rows, held_out, output: Path, training):
     encoded = worker.encode(rows, tokenizer, labelled=True)
     judged = worker.encode(held_out, tokenizer, labelled=True).by_length()
-    steps = math.ceil(
-        math.ceil(len(encoded.features) / (training.batch_size * training.accumulation))
-        * training.epochs
-    )
-    groups = layer_decay_groups(
-        network,
-        lr=training.learning_rate,
-        layer_decay=training.layer_decay,
-        weight_decay=training.weight_decay,
-    )
-    callbacks = []
-    if training.patience is not None:
-        stopping = transformers.EarlyStoppingCallback(early_stopping_patience=training.patience)
-        callbacks.append(stopping)
     return transformers.Trainer(
         model=network,
-        args=transformers.TrainingArguments(
-            output_dir=str(output / CHECKPOINTS),
-            num_train_epochs=training.epochs,
-            per_device_train_batch_size=training.batch_size,
-            per_device_eval_batch_size=training.batch_size,
-            gradient_accumulation_steps=training.accumulation,
-            warmup_steps=int(training.warmup * steps),
-            lr_scheduler_type="linear",
-            eval_strategy="epoch",
-            save_strategy="epoch",
-            logging_strategy="epoch",
-            save_total_limit=1,
-            load_best_model_at_end=True,
-            metric_for_best_model=worker.best,
-            greater_is_better=worker.greater_is_better,
-            seed=training.seed,
-            bf16=training.bf16,
-            use_cpu=not torch.cuda.is_available(),
+        args=trainer_arguments(
+            transformers.TrainingArguments,
+            output / CHECKPOINTS,
+            training,
+            num_features=len(encoded.features),
+            best=worker.best,
             remove_unused_columns=False,
             label_names=list(worker.label_names),
-            report_to=[],
-            disable_tqdm=not training.progress,
         ),
         train_dataset=encoded.features,
         eval_dataset=judged.features,
         processing_class=tokenizer,
         data_collator=worker.collator(tokenizer),
         compute_metrics=lambda p: _measured(worker, held_out, judged, p.predictions),
-        optimizers=(torch.optim.AdamW(groups, lr=training.learning_rate, eps=1e-6), None),
-        callbacks=callbacks,
+        optimizers=(optimizer_of(network, training), None),
+        callbacks=callbacks_of(training),
     )
 
 
 def _measured(worker: Task, rows, encoded: Encoded, logits) -> dict[str, float]:
     return worker.metrics(rows, worker.answers(rows, encoded, logits))
-
-
-def _plain(metrics: dict) -> dict[str, float]:
-    """Metrics without Trainer's prefix and clocks."""
-    clocks = ("runtime", "samples_per_second", "steps_per_second", "epoch", "step")
-    named = {name.removeprefix("eval_"): value for name, value in metrics.items()}
-    return {name: value for name, value in named.items() if name not in clocks}
-
-
-def _history(log: list[dict]) -> list[dict]:
-    """What each epoch gave, of Trainer's log; its last entries repeat the best epoch."""
-    epochs: dict[float, dict] = {}
-    for entry in log:
-        if "loss" in entry:
-            epochs[entry["epoch"]] = {"epoch": entry["epoch"], "train_loss": entry["loss"]}
-        elif "eval_loss" in entry and len(epochs.get(entry["epoch"], ())) == 2:
-            epochs[entry["epoch"]] |= _plain(entry)
-    return list(epochs.values())

@@ -77,7 +77,7 @@ class Task:
 
     Attributes:
         name: on the command line. auto_class: transformers' class of its models.
-        best: the metric that chooses the checkpoint. greater_is_better: of it.
+        best: the metric that chooses the checkpoint; the greater the better.
         label_names: fields of a labelled feature.
         labels: names of the classes, in the order of the model's outputs; empty where there are
             none.
@@ -86,7 +86,6 @@ class Task:
     name: str
     auto_class: str
     best: str
-    greater_is_better = True
     settings_class: type[TaskSettings]
     label_names = ("labels",)
 

@@ -1,0 +1,101 @@
+"""What fine-tuning begins with and leaves behind: rows, a folder, metrics."""
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fastbert.tasks.tables import TaskError, read_rows
+
+logger = logging.getLogger("fastbert")
+
+METRICS = "metrics.json"
+CHECKPOINTS = "checkpoints"
+HELD_OUT = 0.1
+
+
+@dataclass(frozen=True)
+class Finetuned:
+    """
+    Attributes:
+        output: folder of the model.
+        metrics: of the best checkpoint, on the evaluation rows.
+        history: one mapping an epoch: training loss and metrics.
+        seconds: of training, evaluations included. samples_per_second: as Trainer counts them.
+    """
+
+    output: Path
+    metrics: dict[str, float]
+    history: list[dict]
+    seconds: float
+    samples_per_second: float
+
+
+def output_folder(output: str | Path) -> Path:
+    """The folder, made where it is missing.
+
+    Raises:
+        TaskError: it holds what `finetune` did not write.
+    """
+    output = Path(output)
+    found = {path.name for path in output.iterdir()} if output.exists() else set()
+    # Checkpoints alone are those of a run that was stopped.
+    if METRICS not in found and found - {CHECKPOINTS}:
+        raise TaskError(f"{output} holds something else than a fine-tuned model; name a new folder")
+    output.mkdir(parents=True, exist_ok=True)
+    return output
+
+
+def rows_and_held_out(
+    train, evaluation, split: str | None, evaluation_split: str | None, seed: int
+) -> tuple[list[dict], list[dict]]:
+    """Rows to train and rows to judge by.
+
+    Raises:
+        TaskError: there are none, or too few to hold some out.
+    """
+    rows = _read(train, split)
+    if evaluation is not None:
+        return rows, _read(evaluation, evaluation_split)
+    order = np.random.default_rng(seed).permutation(len(rows))
+    count = max(1, round(HELD_OUT * len(rows)))
+    if count >= len(rows):
+        raise TaskError(f"{len(rows)} rows are too few to hold some out; name evaluation rows")
+    logger.info("no evaluation rows were named: %d of %d rows are held out", count, len(rows))
+    return [rows[i] for i in sorted(order[count:])], [rows[i] for i in sorted(order[:count])]
+
+
+def _read(source, split) -> list[dict]:
+    rows = read_rows(source, split=split) if isinstance(source, (str, Path)) else list(source)
+    if not rows:
+        raise TaskError("there are no rows")
+    return rows
+
+
+def plain(metrics: dict) -> dict[str, float]:
+    """Metrics without Trainer's prefix and clocks."""
+    clocks = ("runtime", "samples_per_second", "steps_per_second", "epoch", "step")
+    named = {name.removeprefix("eval_"): value for name, value in metrics.items()}
+    return {name: value for name, value in named.items() if name not in clocks}
+
+
+def epochs_of(log: list[dict]) -> list[dict]:
+    """What each epoch gave, of Trainer's log; its last entries repeat the best epoch."""
+    epochs: dict[float, dict] = {}
+    for entry in log:
+        if "loss" in entry:
+            epochs[entry["epoch"]] = {"epoch": entry["epoch"], "train_loss": entry["loss"]}
+        elif (
+            any(name.startswith("eval_") for name in entry)
+            and len(epochs.get(entry["epoch"], ())) == 2
+        ):
+            epochs[entry["epoch"]] |= plain(entry)
+    return list(epochs.values())
+
+
+def write_metrics(result: Finetuned, **more) -> None:
+    """Writes metrics.json, by which `output_folder` knows a folder again."""
+    record = {"metrics": result.metrics, "history": result.history, **more}
+    (result.output / METRICS).write_text(json.dumps(record, indent=2) + "\n")
