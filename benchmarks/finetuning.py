@@ -1,14 +1,16 @@
 """Fine-tuning on real data with transformers and with fastbert: the same seeds, recipe and metric.
 
     python -m benchmarks.finetuning --data PATH --model CHECKPOINT [--seeds 3] [--rows 2000]
-        [--tasks sentiment,ner,qa] [--epochs 2] [--json PATH]
+        [--tasks sentiment,ner,qa,retrieval] [--epochs 2] [--json PATH]
 
 PATH holds folders as they are published: `glue-like/sentiment_mr` (movie reviews, Pang and Lee
 2005: train.tsv, test.tsv), `ner/wikigold` (Balasuriya et al. 2009: train.conll, test.conll),
-`qa/xquad_en` (XQuAD, Artetxe et al. 2020: train.json, dev.json). Both are trained by Trainer with
+`qa/xquad_en` (XQuAD, Artetxe et al. 2020: train.json, dev.json), `retrieval/xquad_en` (its
+questions and paragraphs: queries.jsonl, corpus.jsonl, qrels.tsv). Both are trained by Trainer with
 dynamic padding, batch 32, in bf16 autocast, one after the other for every seed. A metric holds if
-the means differ by at most one standard error of their difference; speeds are features a second,
-the ratio is the median over the seeds.
+the means differ by at most one standard error of their difference. Speeds: of training as Trainer
+counts them, evaluations and saving included; of prediction from rows to answers, both in turn, the
+longest texts first for both. Ratios are medians over the seeds.
 """
 
 import argparse
@@ -25,12 +27,22 @@ import numpy as np
 import torch
 import transformers
 
-from fastbert.tasks import Predictor, TrainingSettings, finetune, read_rows
+import fastbert
+from fastbert.tasks import (
+    PairSettings,
+    Predictor,
+    TrainingSettings,
+    finetune,
+    finetune_bi_encoder,
+    read_rows,
+)
 from fastbert.tasks.classification import ClassificationSettings
 from fastbert.tasks.question_answering import QuestionAnsweringSettings
 from fastbert.tasks.task import TaskSettings
 from fastbert.tasks.token_classification import TokenClassificationSettings
 
+ROUNDS = 3
+RETRIEVAL = "retrieval"
 IMPLEMENTATIONS = {"transformers": False, "fastbert": True}
 
 
@@ -73,38 +85,103 @@ PROOFS = {
 def measure(proof: Proof, data: Path, model: str, seed: int, options) -> dict[str, dict]:
     """Metric and speeds of both, trained with one seed on the same rows."""
     rows, test = (_drawn(read_rows(data / f), options.rows) for f in (proof.train, proof.test))
-    results = {}
-    for name, accelerated in IMPLEMENTATIONS.items():
-        with tempfile.TemporaryDirectory() as folder:
+    results, predictors = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, accelerated in IMPLEMENTATIONS.items():
+            output = Path(folder) / name
             trained = finetune(
                 proof.task,
                 model,
                 rows,
                 test[:32],
-                output=Path(folder) / "model",
+                output=output,
                 settings=proof.settings,
-                training=TrainingSettings(
-                    epochs=options.epochs,
-                    batch_size=32,
-                    learning_rate=options.lr,
-                    seed=seed,
-                    bf16=True,
-                    patience=None,
-                    accelerated=accelerated,
-                ),
+                training=_recipe(seed, accelerated, options),
             )
-            predictor = Predictor(Path(folder) / "model", accelerated=accelerated)
-            # The first call packs weights and opens libraries.
-            predictor.predict(test[:32], bf16=True)
-            start = time.perf_counter()
-            answers = predictor.predict(test, bf16=True)
-            seconds = time.perf_counter() - start
-        results[name] = {
-            "metric": predictor.task.metrics(test, answers)[proof.metric],
-            "training": trained.samples_per_second,
-            "prediction": len(test) / seconds,
-        }
+            results[name] = {"training": trained.samples_per_second}
+            predictors[name] = Predictor(output, accelerated=accelerated)
+        answers, speeds = _timed({n: _predicting(p, test) for n, p in predictors.items()})
+    for name, predictor in predictors.items():
+        results[name]["metric"] = predictor.task.metrics(test, answers[name])[proof.metric]
+        results[name]["prediction"] = len(test) / speeds[name]
     return results
+
+
+def measure_retrieval(data: Path, model: str, seed: int, options) -> dict[str, dict]:
+    """The same of a bi-encoder: questions of XQuAD search its paragraphs."""
+    from sentence_transformers import SentenceTransformer
+
+    train, test = _queries(data / "retrieval" / "xquad_en", options.rows)
+    results, encoders = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, accelerated in IMPLEMENTATIONS.items():
+            trained = finetune_bi_encoder(
+                model,
+                train,
+                test,
+                output=Path(folder) / name,
+                settings=PairSettings(max_length=256),
+                training=_recipe(seed, accelerated, options),
+            )
+            results[name] = {
+                "training": trained.samples_per_second,
+                "metric": trained.metrics["mrr@10"],
+            }
+            encoder = SentenceTransformer(str(Path(folder) / name), device="cpu")
+            encoders[name] = fastbert.accelerate(encoder) if accelerated else encoder
+        texts = [row["positive"] for row in test]
+        _, speeds = _timed({n: _encoding(e, texts) for n, e in encoders.items()})
+    for name, seconds in speeds.items():
+        results[name]["prediction"] = len(test) / seconds
+    return results
+
+
+def _recipe(seed: int, accelerated: bool, options) -> TrainingSettings:
+    return TrainingSettings(
+        epochs=options.epochs,
+        batch_size=32,
+        learning_rate=options.lr,
+        seed=seed,
+        bf16=True,
+        patience=None,
+        accelerated=accelerated,
+    )
+
+
+def _predicting(predictor: Predictor, rows: list[dict]):
+    return lambda: predictor.predict(rows, bf16=True)
+
+
+def _encoding(encoder, texts: list[str]):
+    def encode():
+        with torch.autocast("cpu", torch.bfloat16):
+            return encoder.encode(texts, batch_size=32)
+
+    return encode
+
+
+def _timed(functions: dict) -> tuple[dict, dict[str, float]]:
+    """Results and median seconds, taken in turn; the first call packs weights and is left out."""
+    results = {name: function() for name, function in functions.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(ROUNDS):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            seconds[name].append(time.perf_counter() - start)
+    return results, {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def _queries(folder: Path, count: int) -> tuple[list[dict], list[dict]]:
+    """Every other question for training, the rest for judging, with their paragraphs."""
+    corpus = {row["_id"]: row["text"] for row in read_rows(folder / "corpus.jsonl")}
+    questions = {row["_id"]: row["text"] for row in read_rows(folder / "queries.jsonl")}
+    rows = [
+        {"query": questions[row["query-id"]], "positive": corpus[row["corpus-id"]]}
+        for row in read_rows(folder / "qrels.tsv")
+    ]
+    rows = _drawn(rows, 2 * count)
+    return rows[::2], rows[1::2]
 
 
 def _drawn(rows: list[dict], count: int) -> list[dict]:
@@ -128,6 +205,10 @@ def summary(runs: list[dict[str, dict]]) -> dict:
     return row
 
 
+def _metric(name: str) -> str:
+    return "mrr@10" if name == RETRIEVAL else PROOFS[name].metric
+
+
 def table(rows: dict[str, dict]) -> str:
     """The rows in Markdown."""
     lines = [
@@ -137,11 +218,17 @@ def table(rows: dict[str, dict]) -> str:
     for name, row in rows.items():
         error = f"{row['standard_error']:.3f}" if "standard_error" in row else "–"
         lines.append(
-            f"| {name} | {PROOFS[name].metric} | {row['transformers']:.3f} | "
+            f"| {name} | {_metric(name)} | {row['transformers']:.3f} | "
             f"{row['fastbert']:.3f} | {error} | {row['training']:.2f}× | "
             f"{row['prediction']:.2f}× |"
         )
     return "\n".join(lines)
+
+
+def _run(name: str, seed: int, options) -> dict[str, dict]:
+    if name == RETRIEVAL:
+        return measure_retrieval(options.data, options.model, seed, options)
+    return measure(PROOFS[name], options.data, options.model, seed, options)
 
 
 def main() -> None:
@@ -150,24 +237,21 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--tasks", default=",".join(PROOFS))
+    parser.add_argument("--tasks", default=",".join([*PROOFS, RETRIEVAL]))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=2000, help="of each file at most")
     parser.add_argument("--epochs", type=float, default=2)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    unknown = set(options.tasks.split(",")) - PROOFS.keys()
+    unknown = set(options.tasks.split(",")) - {*PROOFS, RETRIEVAL}
     if unknown:
-        parser.error(f"--tasks: {', '.join(unknown)}; there are {', '.join(PROOFS)}")
+        parser.error(f"--tasks: {', '.join(unknown)}; there are {', '.join([*PROOFS, RETRIEVAL])}")
     transformers.utils.logging.set_verbosity_error()
     logging.getLogger("fastbert").setLevel(logging.ERROR)
     rows, all_runs = {}, {}
     for name in options.tasks.split(","):
-        runs = [
-            measure(PROOFS[name], options.data, options.model, seed, options)
-            for seed in range(options.seeds)
-        ]
+        runs = [_run(name, seed, options) for seed in range(options.seeds)]
         rows[name], all_runs[name] = summary(runs), runs
         print(json.dumps({name: rows[name]}), flush=True)
     print(table(rows))

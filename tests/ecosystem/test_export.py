@@ -26,6 +26,7 @@ def _model_and_inputs():
     return ours, theirs, inputs((7, 3), 1), inputs(OTHER_SIZES, 2), sizes
 
 
+@pytest.mark.slow
 def test_exported_program_is_saved_and_loaded(tmp_path):
     ours, theirs, inputs, others, _ = _model_and_inputs()
     batch, length = torch.export.Dim("batch", min=2), torch.export.Dim("length", min=2, max=32)
@@ -41,6 +42,7 @@ def test_exported_program_is_saved_and_loaded(tmp_path):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_onnx(tmp_path):
     pytest.importorskip("onnxscript")
     evaluator = pytest.importorskip("onnx.reference")

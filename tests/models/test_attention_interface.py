@@ -265,7 +265,7 @@ def test_a_changed_mask_is_left_to_sdpa(caplog):
     assert torch.equal(actual, theirs(**inputs).last_hidden_state)
 
 
-@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("padded", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_compile_has_one_graph(padded):
     """Lengths are read by the host, so a padded batch compiles with sdpa."""
     ours, theirs = _pair("ElectraModel")

@@ -117,6 +117,7 @@ def test_rows_are_held_out_where_none_are_named(checkpoint, reviews, tmp_path, c
     assert "Fine-tuned on 36 rows, judged on 4 others" in (tmp_path / "model/README.md").read_text()
 
 
+@pytest.mark.slow
 def test_regression_and_several_labels(checkpoint, reviews, tmp_path):
     worth = [{**r, "label": float(r["label"] == "positive")} for r in reviews]
     several = [{**r, "label": [r["label"]] + ["short"] * (len(r["text"]) < 25)} for r in reviews]
@@ -208,6 +209,7 @@ def test_question_answering(checkpoint, tmp_path):
         assert (mine["answer"], mine["start"]) == (other["answer"], other["start"])
 
 
+@pytest.mark.slow
 def test_multiple_choice(checkpoint, reviews, tmp_path):
     """The kind word fits the kind text."""
     rows = [

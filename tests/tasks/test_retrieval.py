@@ -50,6 +50,7 @@ def test_bi_encoder_learns_to_search(checkpoint, pairs, tmp_path):
     assert right == pytest.approx(result.metrics["accuracy@1"])
 
 
+@pytest.mark.slow
 def test_chunks_change_memory_not_gradients(checkpoint, pairs, tmp_path):
     losses = []
     for chunk in (None, 3):
@@ -72,6 +73,7 @@ def _scored(pairs):
     ]
 
 
+@pytest.mark.slow
 def test_bi_encoder_fits_cosines(checkpoint, pairs, tmp_path):
     rows = _scored(pairs)
     result = finetune_bi_encoder(
