@@ -28,9 +28,11 @@ def register_attention() -> str:
     `model.set_attn_implementation("fastbert")`. Bidirectional attention with padding, cross
     attention, grouped keys and packed input (`cu_seq_lens_q`) run our op, counted as
     `attention_interface`; what it cannot express (causal attention, windows, masks per query,
-    position biases, other kinds of tracing than torch.compile without padding) runs
-    transformers' `sdpa` with the same numbers, and the reason is logged once. Calling it again
-    changes nothing.
+    position biases, export, padding under torch.compile) runs transformers' `sdpa` with the same
+    numbers, and the reason is logged once. Calling it again changes nothing.
+
+    Models whose attention does not go through transformers' interface (DeBERTa, MPNet,
+    BigBird) take the name and run their own; `set_attn_implementation` says so.
 
     Returns:
         "fastbert".

@@ -66,7 +66,7 @@ def finetune(
     worker = kind(settings, kind(settings).labels_of(rows))
     worker.check(held_out, "evaluation", labelled=True)
 
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(worker, model)
     transformers.set_seed(training.seed)
     network = load_model(worker, model, new_head=True, accelerated=training.accelerated)
     limit = longest(settings, tokenizer, network.config)

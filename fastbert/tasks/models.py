@@ -9,12 +9,13 @@ from fastbert.tasks.tables import TaskError
 from fastbert.tasks.task import Task
 
 
-def load_tokenizer(folder: str):
-    """
+def load_tokenizer(task: Task, folder: str):
+    """The checkpoint's tokenizer, as the task needs it.
+
     Raises:
         TaskError: it is not a fast one, which alone knows where tokens come from.
     """
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **task.tokenizer_options)
     if not tokenizer.is_fast:
         raise TaskError(
             f"the tokenizer of {folder} is {type(tokenizer).__name__}, which does not say where "

@@ -27,7 +27,7 @@ class Predictor:
 
     def __init__(self, folder: str | Path, *, accelerated: bool = True, **changes):
         self.task = read_task(folder, **changes)
-        self.tokenizer = load_tokenizer(str(folder))
+        self.tokenizer = load_tokenizer(self.task, str(folder))
         self.model = load_model(self.task, str(folder), new_head=False, accelerated=accelerated)
         limit = longest(self.task.settings, self.tokenizer, self.model.config)
         self.task.settings = replace(self.task.settings, max_length=limit)

@@ -6,6 +6,7 @@ A row is what a file holds; a feature is what the model sees, one or more of a r
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -78,7 +79,7 @@ class Task:
     Attributes:
         name: on the command line. auto_class: transformers' class of its models.
         best: the metric that chooses the checkpoint; the greater the better.
-        label_names: fields of a labelled feature.
+        label_names: fields of a labelled feature. tokenizer_options: how its tokenizer is loaded.
         labels: names of the classes, in the order of the model's outputs; empty where there are
             none.
     """
@@ -88,6 +89,7 @@ class Task:
     best: str
     settings_class: type[TaskSettings]
     label_names = ("labels",)
+    tokenizer_options: ClassVar[dict] = {}
 
     def __init__(self, settings: TaskSettings, labels: Sequence[str] = ()):
         self.settings = settings

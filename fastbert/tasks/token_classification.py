@@ -1,6 +1,7 @@
 """A tag for every word: named entities (BIO and its kin), parts of speech."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import transformers
@@ -34,6 +35,8 @@ class TokenClassification(Task):
     name = "token-classification"
     auto_class = "AutoModelForTokenClassification"
     settings_class = TokenClassificationSettings
+    # A byte-level tokenizer (RoBERTa's) would glue each word to the one before. Others ignore it.
+    tokenizer_options: ClassVar[dict] = {"add_prefix_space": True}
 
     @property
     def best(self) -> str:

@@ -1,8 +1,13 @@
 """Words, their tokens, their tags and the entities they make."""
 
+import json
+
 import numpy as np
 import pytest
+import transformers
 
+from fastbert.data.tokenizer_training import train_tokenizer
+from fastbert.tasks.models import load_tokenizer
 from fastbert.tasks.tables import TaskError
 from fastbert.tasks.token_classification import TokenClassification, TokenClassificationSettings
 
@@ -95,6 +100,22 @@ def test_words_that_no_token_shows(tokenizer):
     encoded = task.encode([row], tokenizer, labelled=True)
     (answer,) = task.answers([row], encoded, _sure_logits(task, [row], encoded))
     assert answer["tags"] == ["B-LOC", "O", *["B-LOC"] * 5, *["O"] * 4]
+
+
+def test_byte_level_tokenizers_see_words_apart(tmp_path):
+    """Without a space in front "York" behind "New" would be the tokens of "NewYork"."""
+    texts = ["Josephine Schwarzenegger left New York ."] * 20
+    trained = train_tokenizer(texts, kind="bpe", vocab_size=400, lowercase=False, min_frequency=1)
+    model = json.loads(trained.backend_tokenizer.to_str())["model"]
+    merges = [tuple(merge) for merge in model["merges"]]
+    roberta = transformers.RobertaTokenizer(vocab=model["vocab"], merges=merges)
+    roberta.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(_task(), str(tmp_path))
+    (feature,) = _task().encode([ROW], tokenizer, labelled=True).features
+    tokens = tokenizer.convert_ids_to_tokens(feature["input_ids"])
+    firsts = [t for t, label in zip(tokens, feature["labels"], strict=True) if label != -100]
+    assert len(firsts) == len(ROW["tokens"])
+    assert all(token.startswith("\u0120") for token in firsts)
 
 
 def test_parts_of_speech_have_accuracy_only(tokenizer):
