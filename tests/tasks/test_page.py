@@ -13,6 +13,7 @@ from fastbert.models.auto_classes import _auto_classes
 from fastbert.testing.inputs import small_bert_config
 
 pytest.importorskip("tyro")
+pytest.importorskip("sentence_transformers")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "fine-tuning.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
