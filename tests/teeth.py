@@ -210,6 +210,7 @@ FAULTS = {
         "return generator(self.seed, self.epoch).permutation(len(self.lengths))",
         "return generator(self.seed, 0).permutation(len(self.lengths))",
         "tests/data/test_sampler.py",
+    ),
     "rotary's gradient turns onwards": (
         "fastbert/ops/rotary.py",
         "*ctx.saved_tensors, True)",
