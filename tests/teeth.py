@@ -314,7 +314,7 @@ FAULTS = {
         "tests/ops/test_attention.py",
     ),
     "erf GELU becomes tanh": (
-        "fastbert/models/bert.py",
+        "fastbert/models/packed.py",
         'activation is nn.functional.gelu:\n        return "none"',
         'activation is nn.functional.gelu:\n        return "tanh"',
         "tests/models/test_bert_parity.py",

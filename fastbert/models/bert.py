@@ -8,19 +8,11 @@ transformers' own forward with the same numbers; the reason is logged once and c
 """
 
 import contextlib
-import threading
 from dataclasses import replace
 
 import torch
 import transformers
 from torch import nn
-from torch.autograd import forward_ad
-from transformers.activations import (
-    FastGELUActivation,
-    GELUActivation,
-    GELUTanh,
-    NewGELUActivation,
-)
 from transformers.modeling_outputs import (
     BaseModelOutputWithPoolingAndCrossAttentions,
     MaskedLMOutput,
@@ -53,6 +45,26 @@ from fastbert.models.outputs import (
     LazyMaskedLMOutput,
     LazyPreTrainingOutput,
 )
+from fastbert.models.packed import (
+    ATTENTION_IMPLEMENTATIONS,
+    HEAD_KEYWORDS,
+    OUR_KEYWORDS,
+    PACKED_ATTENTION,
+    PACKED_KEYWORDS,
+    additive_mask,
+    block_mask,
+    check_reach,
+    eager_attention,
+    gelu_form,
+    is_checkable_mask,
+    is_plain_table,
+    is_sharded,
+    is_traced,
+    is_transformed,
+    one_row,
+    packed_by_caller,
+    pop_return_dict,
+)
 from fastbert.models.signature import transformers_signature
 from fastbert.ops.embed_layer_norm import embed_layer_norm
 from fastbert.ops.linear_gelu import linear_gelu
@@ -63,53 +75,10 @@ from fastbert.padding import (
     PackedBatch,
     check_mask_shape,
     pack_batch,
-    packed_input,
     query_rows,
     restarting_positions,
 )
 from fastbert.reference.philox import SITE_EMBEDDING
-
-ATTENTION_IMPLEMENTATIONS = {
-    None,
-    "eager",
-    "fastbert",
-    "flash_attention_2",
-    "flex_attention",
-    "sdpa",
-}
-PACKED_KEYWORDS = {
-    "output_hidden_states",
-    "output_attentions",
-    "return_dict",
-    "num_items_in_batch",
-    "rng_state",
-    "required_rows",
-    "keep_rows",
-    "pooled_rows",
-    "last_layer_rows",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-}
-OUR_KEYWORDS = {"rng_state", "required_rows", "keep_rows", "pooled_rows", "last_layer_rows"}
-HEAD_KEYWORDS = {"return_logits", "num_items_in_batch", "label_rows"}
-# transformers' attentions that read cu_seq_lens_q themselves.
-PACKED_ATTENTION = {"flash_attention_2", "flash_attention_3"}
-
-
-def gelu_form(activation) -> str | None:
-    """`none` or `tanh` for the forms of GELU the ops compute, None for any other activation."""
-    if isinstance(activation, nn.Module) and not is_unhooked(activation):
-        return None
-    if type(activation) is nn.GELU:
-        return activation.approximate
-    if type(activation) is GELUActivation or activation is nn.functional.gelu:
-        return "none"
-    if type(activation) in (NewGELUActivation, GELUTanh, FastGELUActivation):
-        return "tanh"
-    return None
-
 
 # --- layer ----------------------------------------------------------------------------------------
 
@@ -251,9 +220,9 @@ class BertModel(CachesWeights, transformers.BertModel):
 
     def why_not_packed(self, attention_mask, kwargs) -> str | None:
         """Why these arguments need transformers' own forward; None if they do not."""
-        if _is_traced():
+        if is_traced():
             return "the model is being traced or exported"
-        if _is_transformed():
+        if is_transformed():
             return "a functorch transform or forward-mode differentiation is active"
         for name, value in kwargs.items():
             if name not in PACKED_KEYWORDS and value is not None and value is not False:
@@ -298,7 +267,7 @@ class BertModel(CachesWeights, transformers.BertModel):
                 position_ids = restarting_positions(starts, tokens.shape[1])
             if self.config._attn_implementation not in PACKED_ATTENTION:
                 # transformers' attention would let the sequences of the row see each other.
-                mask = _block_mask(starts, mask, tokens)
+                mask = block_mask(starts, mask, tokens)
             elif mask is not None:
                 raise NotImplementedError(
                     f"attention_mask beside cu_seq_lens_q, and {reason}: transformers' "
@@ -306,11 +275,11 @@ class BertModel(CachesWeights, transformers.BertModel):
                     "attn_implementation='sdpa' or leave the filling out"
                 )
         if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.dtype == torch.bool:
-            mask = _additive(mask, self.dtype)
-        elif _is_checkable(mask, tokens, kwargs):
+            mask = additive_mask(mask, self.dtype)
+        elif is_checkable_mask(mask, tokens, kwargs):
             check_mask_shape("attention_mask", mask, *tokens.shape[:2])
         if pooled_rows is not None:
-            return_dict = _return_dict(self.config, kwargs)
+            return_dict = pop_return_dict(self.config, kwargs)
             kwargs["return_dict"] = True
         with self._attention_that_returns_weights(kwargs):
             outputs = super().forward(
@@ -325,7 +294,7 @@ class BertModel(CachesWeights, transformers.BertModel):
 
     def _attention_that_returns_weights(self, kwargs):
         wanted = kwargs.get("output_attentions", getattr(self.config, "output_attentions", False))
-        return _eager_attention(self.config) if wanted else contextlib.nullcontext()
+        return eager_attention(self.config) if wanted else contextlib.nullcontext()
 
     # --- packed path
 
@@ -363,7 +332,7 @@ class BertModel(CachesWeights, transformers.BertModel):
         if cu_seq_lens_q is None:
             self._check_length(size[1], position_ids)
         if cu_seq_lens_q is not None:
-            batch = _packed_by_caller(
+            batch = packed_by_caller(
                 attention_mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, size
             )
             if required_rows is not None and not dispatch.is_symbolic(required_rows):
@@ -477,7 +446,7 @@ class BertModel(CachesWeights, transformers.BertModel):
                 position_ids=position_ids[None],
                 inputs_embeds=None if inputs_embeds is None else inputs_embeds[None],
             )[0]
-        if inputs_embeds is None and not _is_plain_table(embeddings.word_embeddings):
+        if inputs_embeds is None and not is_plain_table(embeddings.word_embeddings):
             # Adapters and transformers' input hook for checkpointing sit here.
             inputs_embeds, input_ids = embeddings.word_embeddings(input_ids), None
         p = dropout_p(embeddings.dropout)
@@ -512,58 +481,6 @@ class BertModel(CachesWeights, transformers.BertModel):
             )
 
 
-def _packed_by_caller(mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, size):
-    if cu_seq_lens_k is not None and _differ(cu_seq_lens_q, cu_seq_lens_k):
-        raise ValueError("cu_seq_lens_k must equal cu_seq_lens_q in self-attention")
-    lengths = [int(n) for n in (max_length_q, max_length_k) if n is not None]
-    return packed_input(cu_seq_lens_q, *size, max(lengths) if lengths else None, mask)
-
-
-def _is_checkable(mask, tokens, kwargs) -> bool:
-    """Whether a mask has to have the shape of the tokens: not per query, no cache before them."""
-    return (
-        isinstance(mask, torch.Tensor)
-        and mask.dim() != 4
-        and tokens is not None
-        and kwargs.get("cache", kwargs.get("past_key_values")) is None
-        and not _is_traced()
-    )
-
-
-def _block_mask(cu_seqlens, mask, tokens) -> torch.Tensor:
-    """`(1, 1, T, T)` bool of packed input: rows of one sequence see each other."""
-    _packed_by_caller(mask, cu_seqlens, None, None, None, tokens.shape[:2])
-    rows = torch.arange(tokens.shape[1], device=tokens.device)
-    sequence = torch.bucketize(rows, cu_seqlens[1:], right=True)
-    return (sequence[:, None] == sequence[None, :])[None, None]
-
-
-def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two index tensors differ, as far as the host can see without waiting."""
-    if a is b or a.shape != b.shape:
-        return a is not b
-    return dispatch.is_checkable(a) and not torch.equal(a, b)
-
-
-def one_row(name: str, ids: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """`ids` as `(B, S)` or `(1, S)`; `(S,)` stands for every row.
-
-    Raises:
-        ValueError: any other shape.
-    """
-    rows = ids[None] if ids.dim() == 1 else ids
-    if (
-        rows.dim() != 2
-        or rows.shape[1] != batch.seqlen
-        or rows.shape[0] not in (1, batch.batch_size)
-    ):
-        raise ValueError(
-            f"{name} must have shape ({batch.batch_size}, {batch.seqlen}) or (1, {batch.seqlen}), "
-            f"got {tuple(ids.shape)}"
-        )
-    return rows
-
-
 def _is_plain_embedding(embeddings: nn.Module) -> bool:
     """Whether everything but the word embeddings may be fused."""
     return (
@@ -571,51 +488,9 @@ def _is_plain_embedding(embeddings: nn.Module) -> bool:
         and is_unhooked(embeddings)
         and is_plain_norm(embeddings.LayerNorm)
         and is_plain_dropout(embeddings.dropout)
-        and _is_plain_table(embeddings.token_type_embeddings)
-        and _is_plain_table(embeddings.position_embeddings)
+        and is_plain_table(embeddings.token_type_embeddings)
+        and is_plain_table(embeddings.position_embeddings)
     )
-
-
-def _is_plain_table(table: nn.Module) -> bool:
-    return (
-        type(table) is nn.Embedding
-        and is_unhooked(table)
-        and is_ordinary(table.weight)
-        and table.max_norm is None
-        and not table.scale_grad_by_freq
-        and not table.sparse
-    )
-
-
-def _is_traced() -> bool:
-    """Whether a graph is recorded that must hold for other masks: traced, scripted or exported."""
-    return torch.jit.is_tracing() or torch.compiler.is_exporting()
-
-
-def _is_transformed() -> bool:
-    """Whether derivatives are taken in a way our autograd Functions do not offer."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A boolean mask per query as the additive mask every attention of transformers takes."""
-    blocked = torch.finfo(dtype).min
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, blocked)
-
-
-_eager_lock = threading.RLock()
-
-
-@contextlib.contextmanager
-def _eager_attention(config):
-    """Attention weights exist in transformers' eager attention only; elsewhere it returns none."""
-    with _eager_lock:
-        before = config._attn_implementation
-        config._attn_implementation = "eager"
-        try:
-            yield
-        finally:
-            config._attn_implementation = before
 
 
 # --- heads ----------------------------------------------------------------------------------------
@@ -702,7 +577,7 @@ class _MaskedLMHead(CachesWeights):
         hidden = outputs.last_hidden_state
         if not self.training or dispatch.is_symbolic(hidden) or not self._is_plain_head():
             return None
-        if _is_sharded(self) or _is_sharded(self.bert):
+        if is_sharded(self) or is_sharded(self.bert):
             return None
         deferred = Deferred(
             lambda: self._logits(outputs), list(self.cls.predictions.parameters()), hidden.device
@@ -739,14 +614,14 @@ class _MaskedLMHead(CachesWeights):
                 ("last_layer_rows", kwargs.get("last_layer_rows")),
             ):
                 if rows is not None and dispatch.is_checkable(labels):
-                    _check_reach(name, rows, labels)
+                    check_reach(name, rows, labels)
         return self.bert(
             *inputs, required_rows=required, keep_rows=True, return_dict=True, **kwargs
         )
 
     def _plain_forward(self) -> bool:
         """Whether transformers' forward of the head has to run."""
-        return _is_traced() or _is_transformed() or not isinstance(self.bert, BertModel)
+        return is_traced() or is_transformed() or not isinstance(self.bert, BertModel)
 
 
 class BertForMaskedLM(_MaskedLMHead, transformers.BertForMaskedLM):
@@ -783,7 +658,7 @@ class BertForMaskedLM(_MaskedLMHead, transformers.BertForMaskedLM):
         label_rows = kwargs.pop("label_rows", None)
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         return_logits = kwargs.pop("return_logits", True)
-        return_dict = _return_dict(self.config, kwargs)
+        return_dict = pop_return_dict(self.config, kwargs)
         outputs = self._run_bert(inputs, labels, label_rows, kwargs)
         loss, logits = self._score(outputs, labels, label_rows, num_items_in_batch, return_logits)
         kind = LazyMaskedLMOutput if isinstance(logits, LazyLogits) else MaskedLMOutput
@@ -820,7 +695,7 @@ class BertForPreTraining(_MaskedLMHead, transformers.BertForPreTraining):
         next_sentence_label = kwargs.pop("next_sentence_label", None)
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         return_logits = kwargs.pop("return_logits", True)
-        return_dict = _return_dict(self.config, kwargs)
+        return_dict = pop_return_dict(self.config, kwargs)
         has_loss = labels is not None and next_sentence_label is not None
         labels = labels if has_loss else None
         outputs = self._run_bert(inputs, labels, label_rows, kwargs)
@@ -866,7 +741,7 @@ class _Head(CachesWeights):
     ):
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
-        return_dict = _return_dict(self.config, kwargs)
+        return_dict = pop_return_dict(self.config, kwargs)
         if isinstance(self.bert, BertModel):
             kwargs["required_rows"] = self.rows_read_by_loss(inputs, kwargs)
         with own_linears(self):
@@ -910,24 +785,6 @@ class BertForQuestionAnswering(_Head, transformers.BertForQuestionAnswering):
     def rows_read_by_loss(self, inputs, kwargs):
         tokens = inputs[0] if inputs[0] is not None else inputs[4]
         return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-
-
-def _check_reach(name: str, rows: torch.Tensor, labels: torch.Tensor) -> None:
-    listed, all_labels = (int((x != IGNORE_INDEX).sum()) for x in (labels.view(-1)[rows], labels))
-    if listed != all_labels:
-        raise ValueError(
-            f"{name} must list every labelled row once: they reach {listed} labels of {all_labels}"
-        )
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 owns the module's parameters, which are whole during its forward only."""
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
-
-
-def _return_dict(config, kwargs) -> bool:
-    given = kwargs.pop("return_dict", None)
-    return getattr(config, "return_dict", True) if given is None else given
 
 
 HEADS = (

@@ -32,30 +32,30 @@ from fastbert.encoder import (
 )
 from fastbert.encoder_prenorm import PreNormLayerSpec, Rotation, pre_norm_layer
 from fastbert.models.accelerate import register_conversions, swap_classes
-from fastbert.models.bert import (
+from fastbert.models.inputs import check_ids, check_tensors
+from fastbert.models.linears import own_linear, own_linears
+from fastbert.models.losses import IGNORE_INDEX, mean_loss, rescaled_loss
+from fastbert.models.outputs import Deferred, LazyLogits, LazyMaskedLMOutput
+from fastbert.models.packed import (
     ATTENTION_IMPLEMENTATIONS,
     HEAD_KEYWORDS,
     OUR_KEYWORDS,
     PACKED_ATTENTION,
     PACKED_KEYWORDS,
-    _additive,
-    _block_mask,
-    _check_label_rows,
-    _eager_attention,
-    _is_checkable,
-    _is_plain_table,
-    _is_sharded,
-    _is_traced,
-    _is_transformed,
-    _packed_by_caller,
-    _return_dict,
+    additive_mask,
+    block_mask,
+    check_reach,
+    eager_attention,
     gelu_form,
+    is_checkable_mask,
+    is_plain_table,
+    is_sharded,
+    is_traced,
+    is_transformed,
     one_row,
+    packed_by_caller,
+    pop_return_dict,
 )
-from fastbert.models.inputs import check_ids, check_tensors
-from fastbert.models.linears import own_linear, own_linears
-from fastbert.models.losses import IGNORE_INDEX, mean_loss, rescaled_loss
-from fastbert.models.outputs import Deferred, LazyLogits, LazyMaskedLMOutput
 from fastbert.models.signature import transformers_signature
 from fastbert.ops.embed_layer_norm import embed_layer_norm
 from fastbert.ops.linear_gelu import linear_gelu
@@ -174,9 +174,9 @@ class ModernBertModel(CachesWeights, transformers.ModernBertModel):
 
     def why_not_packed(self, attention_mask, kwargs) -> str | None:
         """Why these arguments need transformers' own forward; None if they do not."""
-        if _is_traced():
+        if is_traced():
             return "the model is being traced or exported"
-        if _is_transformed():
+        if is_transformed():
             return "a functorch transform or forward-mode differentiation is active"
         for name, value in kwargs.items():
             if name not in PACKED_KEYWORDS and value is not None and value is not False:
@@ -220,13 +220,13 @@ class ModernBertModel(CachesWeights, transformers.ModernBertModel):
                 position_ids = restarting_positions(starts, tokens.shape[1])
             if self.config._attn_implementation not in PACKED_ATTENTION:
                 # transformers' attention would let the sequences of the row see each other.
-                mask = self._masks_by_kind(_block_mask(starts, mask, tokens))
+                mask = self._masks_by_kind(block_mask(starts, mask, tokens))
         if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.dtype == torch.bool:
-            mask = _additive(mask, self.dtype)
-        elif _is_checkable(mask, tokens, kwargs):
+            mask = additive_mask(mask, self.dtype)
+        elif is_checkable_mask(mask, tokens, kwargs):
             check_mask_shape("attention_mask", mask, *tokens.shape[:2])
         wanted = kwargs.get("output_attentions", getattr(self.config, "output_attentions", False))
-        with _eager_attention(self.config) if wanted else contextlib.nullcontext():
+        with eager_attention(self.config) if wanted else contextlib.nullcontext():
             return super().forward(input_ids, mask, position_ids, inputs_embeds, **kwargs)
 
     def _masks_by_kind(self, together: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -234,7 +234,7 @@ class ModernBertModel(CachesWeights, transformers.ModernBertModel):
         rows = torch.arange(together.shape[-1], device=together.device)
         near = (rows[:, None] - rows[None, :]).abs() <= self.config.sliding_window
         masks = {"full_attention": together, SLIDING: together & near}
-        return {kind: _additive(mask, self.dtype) for kind, mask in masks.items()}
+        return {kind: additive_mask(mask, self.dtype) for kind, mask in masks.items()}
 
     # --- packed path
 
@@ -267,7 +267,7 @@ class ModernBertModel(CachesWeights, transformers.ModernBertModel):
         if output_hidden_states is None:
             output_hidden_states = getattr(self.config, "output_hidden_states", False)
         if cu_seq_lens_q is not None:
-            batch = _packed_by_caller(
+            batch = packed_by_caller(
                 attention_mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, size
             )
             if position_ids is None:
@@ -344,7 +344,7 @@ class ModernBertModel(CachesWeights, transformers.ModernBertModel):
                 input_ids=None if input_ids is None else input_ids[None],
                 inputs_embeds=None if inputs_embeds is None else inputs_embeds[None],
             )[0]
-        if inputs_embeds is None and not _is_plain_table(words):
+        if inputs_embeds is None and not is_plain_table(words):
             # Adapters and transformers' input hook for checkpointing sit here.
             inputs_embeds, input_ids = words(input_ids), None
         # Token types and positions are no part of it: one row of zeros stands for each table. Two
@@ -415,14 +415,14 @@ class ModernBertForMaskedLM(CachesWeights, transformers.ModernBertForMaskedLM):
         **kwargs,
     ):
         inputs = (input_ids, attention_mask, position_ids, inputs_embeds)
-        if _is_traced() or _is_transformed() or not isinstance(self.model, ModernBertModel):
+        if is_traced() or is_transformed() or not isinstance(self.model, ModernBertModel):
             kwargs = {k: v for k, v in kwargs.items() if k not in HEAD_KEYWORDS}
             return super().forward(*inputs, **kwargs)
         labels = kwargs.pop("labels", None)
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         return_logits = kwargs.pop("return_logits", True)
         label_rows = kwargs.pop("label_rows", None)
-        return_dict = _return_dict(self.config, kwargs)
+        return_dict = pop_return_dict(self.config, kwargs)
         required = None
         if label_rows is not None and kwargs.get("cu_seq_lens_q") is None:
             raise ValueError(
@@ -436,7 +436,7 @@ class ModernBertForMaskedLM(CachesWeights, transformers.ModernBertForMaskedLM):
             if label_rows is None:
                 required = labels != self._ignored_label()
             elif dispatch.is_checkable(labels):
-                _check_label_rows(labels, label_rows)
+                check_reach("label_rows", label_rows, labels)
         outputs = self.model(
             *inputs, required_rows=required, keep_rows=True, return_dict=True, **kwargs
         )
@@ -527,7 +527,7 @@ class ModernBertForMaskedLM(CachesWeights, transformers.ModernBertForMaskedLM):
 
         hidden = outputs.last_hidden_state
         lazy = self.training and not dispatch.is_symbolic(hidden) and self._is_plain_head()
-        if not lazy or _is_sharded(self) or _is_sharded(self.model):
+        if not lazy or is_sharded(self) or is_sharded(self.model):
             return compute()
         weights = [*self.head.parameters(), *self.decoder.parameters()]
         size = (len(rows),) if self.sparse_prediction else hidden.shape[:2]
@@ -557,7 +557,7 @@ class _Head(CachesWeights):
                 "a padded batch"
             )
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
-        return_dict = _return_dict(self.config, kwargs)
+        return_dict = pop_return_dict(self.config, kwargs)
         inputs = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
