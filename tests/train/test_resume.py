@@ -157,7 +157,8 @@ def test_all_that_was_saved_is_restored(settings):
     again = pretraining.Pretraining(config_from(settings))
     again.resume()
     leaves = [
-        tree_leaves([r.state(), torch.load(io.BytesIO(r._host_state()))]) for r in (run, again)
+        tree_leaves([r.state(), r.average.state_dict(), torch.load(io.BytesIO(r._host_state()))])
+        for r in (run, again)
     ]
     assert len(leaves[0]) == len(leaves[1]) > 100
     for ours, expected in zip(*leaves, strict=True):
