@@ -44,10 +44,10 @@ def full_and_ragged(paragraphs: list[str], folder: Path, vocab_size: int) -> tup
 
 
 def tokens_of(corpus: Corpus, tokenizer, num_sequences: int) -> int:
-    """Tokens of so many of its sequences, on average."""
+    """Tokens of so many of its sequences, on average; enough for one of the full length."""
     special = SpecialTokens.of(tokenizer)
     sequences = pack_sentences(corpus.shard(0), special, LENGTH, cross_documents=False)
-    return round(sequences.lengths.mean() * num_sequences)
+    return max(round(sequences.lengths.mean() * num_sequences), LENGTH)
 
 
 def stream(corpus: Corpus, tokenizer, tokens: int, num_steps: int = 1000, **options) -> Iterator:
