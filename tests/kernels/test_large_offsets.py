@@ -6,7 +6,15 @@ import os
 
 import pytest
 import torch
-from fastbert.kernels import add_layer_norm, attention, bias_gelu, embed_layer_norm, unpad
+from fastbert.kernels import (
+    add_layer_norm,
+    attention,
+    bias_gelu,
+    embed_layer_norm,
+    geglu,
+    rotary,
+    unpad,
+)
 
 from fastbert.reference.add_layer_norm import (
     add_layer_norm_bwd_reference,
@@ -14,6 +22,8 @@ from fastbert.reference.add_layer_norm import (
 )
 from fastbert.reference.attention import attention_bwd_reference, attention_reference
 from fastbert.reference.bias_gelu import bias_gelu_bwd_reference, bias_gelu_fwd_reference
+from fastbert.reference.geglu import geglu_bwd_reference, geglu_fwd_reference
+from fastbert.reference.rotary import rotary_reference
 from fastbert.testing.interpreter import last_programs
 
 LIMIT = 2**31
@@ -58,6 +68,35 @@ def test_bias_gelu_far_out():
     rows = (x[-1:, last], bias[last])
     close(y[-1:, last], bias_gelu_fwd_reference(*rows, "none"))
     close(dx[-1:, last], bias_gelu_bwd_reference(dy[-1:, last], *rows, "none")[0])
+
+
+def test_geglu_far_out():
+    columns = 1 << 19
+    x, bias = tall(2 * columns), torch.randn(2 * columns).half()
+    dy = torch.empty((x.shape[0], columns), dtype=torch.float16)
+    dy[-END:] = torch.randn(END, columns).half()
+    with last_programs(1):
+        y = geglu.geglu_fwd(x, bias, "none")
+        dx, _ = geglu.geglu_bwd(dy, x, None, "none")
+
+    def last(rows):
+        """The last 512 columns of both halves of the last row."""
+        return torch.cat([half[-1:, -512:] for half in rows.chunk(2, dim=-1)], dim=-1)
+
+    few, few_bias = last(x), last(bias[None])[0]
+    close(y[-1:, -512:], geglu_fwd_reference(few, few_bias, "none"))
+    close(last(dx), geglu_bwd_reference(dy[-1:, -512:], few, None, "none")[0])
+
+
+def test_rotary_far_out():
+    heads, dim = 16, 64
+    qkv = tall(3 * heads * dim)
+    angles = torch.rand(5, dim // 2)
+    index = torch.arange(qkv.shape[0]) % 5
+    with last_programs(3):
+        out = rotary.rotary(qkv, heads, angles.cos(), angles.sin(), index, False)
+    last = (qkv[-END:], heads, angles.cos(), angles.sin(), index[-END:], False)
+    close(out[-END:], rotary_reference(*last))
 
 
 def test_add_layer_norm_far_out():
