@@ -9,6 +9,7 @@ import importlib
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "Embedder": "fastbert.embedder",
     "GraphedForward": "fastbert.graphed_forward",
     "accelerate": "fastbert.models.accelerate",
     "refresh": "fastbert.cache",
