@@ -140,7 +140,7 @@ class Embedder:
         """
         _check_choice("output", output, ("numpy", "torch"))
         _check_choice("dtype", dtype, tuple(DTYPES))
-        prefix = self._prefix(prompt_name, prompt)
+        prefix = self.prefix(prompt_name, prompt)
         if isinstance(texts, str):
             raise TypeError("texts must be a list of strings, got one string; write [text]")
         for number, text in enumerate(texts):
@@ -157,17 +157,43 @@ class Embedder:
         return vectors.numpy() if output == "numpy" else vectors
 
     def stream(
-        self, texts: Iterable[str], *, prompt_name: str | None = None, prompt: str | None = None
+        self,
+        texts: Iterable[str],
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        first: int = 0,
     ) -> Iterator[np.ndarray]:
         """One `(C,)` float32 vector after the other, of any number of texts in bounded memory.
+
+        Args:
+            texts: strings. prompt_name, prompt: as in `encode`.
+            first: number of the first text in messages.
 
         Raises:
             TypeError, ValueError: as `encode`, when the text at fault is reached.
         """
-        for chunk in self._chunks(texts, self._prefix(prompt_name, prompt)):
+        for chunk in self._chunks(texts, self.prefix(prompt_name, prompt), first):
             yield from chunk.numpy()
 
-    def _prefix(self, prompt_name: str | None, prompt: str | None) -> str:
+    def description(self) -> dict:
+        """What decides the vectors, for JSON."""
+        return {
+            "model": str(self._settings.model.resolve()),
+            "dtype": str(self.model.dtype),
+            "pooling": self.pooling,
+            "normalize": self.normalize,
+            "max_seq_length": self.max_seq_length,
+            "truncation": self.truncation,
+        }
+
+    def prefix(self, prompt_name: str | None, prompt: str | None) -> str:
+        """What is put before every text.
+
+        Raises:
+            ValueError: a name that the folder's prompts do not have.
+            NotImplementedError: the folder's pooling leaves prompts out.
+        """
         if prompt is None:
             name = self._settings.default_prompt if prompt_name is None else prompt_name
             if name is not None and name not in self.prompts:
@@ -180,9 +206,9 @@ class Embedder:
             )
         return prompt
 
-    def _chunks(self, texts: Iterable[str], prefix: str) -> Iterator[torch.Tensor]:
+    def _chunks(self, texts: Iterable[str], prefix: str, first: int = 0) -> Iterator[torch.Tensor]:
         """`(B, C)` fp32 of some texts at a time; the next ones are tokenized meanwhile."""
-        numbered = enumerate(texts)
+        numbered = enumerate(texts, first)
 
         def tokenized() -> list[list[int]]:
             return self._tokenize(list(islice(numbered, _AT_ONCE)), prefix)

@@ -75,6 +75,7 @@ ARROWS = {
     "fastbert.capture": set(),
     "fastbert.graphed_forward": {"fastbert.capture", "fastbert.padding"},
     "fastbert.embedder": {"fastbert.models", "fastbert.padding"},
+    "fastbert.encoding": {"fastbert.data", "fastbert.embedder", "fastbert.tasks"},
     "fastbert.optim": {"fastbert.dispatch", "fastbert.optim", "fastbert.peers"},
     "fastbert.train": {
         "fastbert",
