@@ -16,6 +16,12 @@ def register_conversions(*classes: type) -> None:
         CONVERSIONS[theirs] = ours
 
 
+def load_families() -> None:
+    """Imports every family's adapter, which registers its conversions."""
+    import fastbert.models.bert
+    import fastbert.models.modernbert  # noqa: F401
+
+
 def accelerate(model: nn.Module) -> nn.Module:
     """Gives every transformers encoder inside `model` fastbert's forward, in place.
 
@@ -39,9 +45,7 @@ def accelerate(model: nn.Module) -> nn.Module:
             f"accelerate: model must be a torch.nn.Module, got {type(model).__name__}; pass the "
             "model itself, not a pipeline or a path"
         )
-    import fastbert.models.bert  # the families register their conversions
-    import fastbert.models.modernbert  # noqa: F401
-
+    load_families()
     swap_classes(model)
     models = [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
     derived = sorted({type(m).__name__ for m in models if _is_derived(m)})

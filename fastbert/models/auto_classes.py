@@ -4,7 +4,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-from fastbert.models.accelerate import CONVERSIONS
+from fastbert.models.accelerate import CONVERSIONS, load_families
 
 
 def register_auto_classes() -> list[str]:
@@ -18,8 +18,7 @@ def register_auto_classes() -> list[str]:
     Returns:
         What is replaced now, as "AutoModel: BertModel".
     """
-    import fastbert.models.bert  # noqa: F401  the families register their conversions
-
+    load_families()
     replaced = []
     for auto in _auto_classes():
         for theirs, ours in CONVERSIONS.items():

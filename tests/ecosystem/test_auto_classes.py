@@ -1,5 +1,8 @@
 """`register_auto_classes`: transformers' AutoModel giving fastbert's classes, on request."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import transformers
@@ -36,6 +39,14 @@ def test_auto_models_are_ours_only_after_asking(tmp_path):
     with torch.no_grad():
         expected = before.eval()(**inputs).logits
     torch.testing.assert_close(actual[real], expected[real], rtol=0, atol=1e-5)
+
+
+def test_every_family_is_replaced_though_none_was_imported():
+    code = "import fastbert; print(*fastbert.register_auto_classes(), sep='\\n')"
+    replaced = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    assert {"AutoModel: BertModel", "AutoModel: ModernBertModel"} <= set(replaced)
 
 
 def test_every_head_is_replaced_and_nothing_else():
