@@ -14,6 +14,18 @@ OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 NAME = "BertForSequenceClassification"
 
 
+@pytest.fixture(autouse=True)
+def own_state():
+    """Accelerate keeps one in a process: a Trainer's bf16 would be met here, ours there."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
 def _batches(config):
     batches = [padded_batch((7, 3), 99, seed=s) for s in range(4)]
     return [head_inputs(NAME, b, config, seed=s) for s, b in enumerate(batches)]
