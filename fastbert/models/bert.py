@@ -2,12 +2,9 @@
 
 Letters: B batch, S padded length, T packed rows, C hidden, V vocab, P labelled rows.
 
-What cannot be expressed on packed rows (attention weights, masks per query, decoders, caches,
-tracing and export, keyword arguments we do not know, submodules of other classes) runs
-transformers' own forward with the same numbers; the reason is logged once and counted.
+What runs transformers' own forward instead stands in fastbert/models/packed_model.py.
 """
 
-import contextlib
 from dataclasses import replace
 
 import torch
@@ -15,7 +12,6 @@ import transformers
 from torch import nn
 from transformers.modeling_outputs import (
     BaseModelOutputWithPoolingAndCrossAttentions,
-    MaskedLMOutput,
 )
 from transformers.models.bert import modeling_bert
 from transformers.models.bert.modeling_bert import BertForPreTrainingOutput
@@ -26,7 +22,6 @@ from fastbert.cache import CachesWeights
 from fastbert.encoder import (
     EncoderLayerSpec,
     add_norm,
-    compute_dtype,
     dropout_p,
     encoder_layer,
     is_ordinary,
@@ -35,45 +30,37 @@ from fastbert.encoder import (
     is_plain_norm,
     is_unhooked,
 )
-from fastbert.models.accelerate import register_conversions, swap_classes
+from fastbert.models.accelerate import register_conversions
+from fastbert.models.heads import (
+    MaskedLMHead,
+    QuestionAnsweringHead,
+    TaskHead,
+    TokenClassificationHead,
+    VocabularyHead,
+)
 from fastbert.models.inputs import check_ids, check_tensors
-from fastbert.models.linears import own_linear, own_linears
-from fastbert.models.losses import IGNORE_INDEX, mean_loss, rescaled_loss
+from fastbert.models.linears import own_linears
+from fastbert.models.losses import rescaled_loss
 from fastbert.models.outputs import (
-    Deferred,
     LazyLogits,
-    LazyMaskedLMOutput,
     LazyPreTrainingOutput,
 )
 from fastbert.models.packed import (
-    ATTENTION_IMPLEMENTATIONS,
     HEAD_KEYWORDS,
-    OUR_KEYWORDS,
-    PACKED_ATTENTION,
-    PACKED_KEYWORDS,
-    additive_mask,
-    block_mask,
-    check_reach,
-    eager_attention,
     gelu_form,
-    is_checkable_mask,
     is_plain_table,
-    is_sharded,
-    is_traced,
-    is_transformed,
     one_row,
     packed_by_caller,
     pop_return_dict,
 )
+from fastbert.models.packed_model import PackedModel, tokens_of
 from fastbert.models.signature import transformers_signature
 from fastbert.ops.embed_layer_norm import embed_layer_norm
 from fastbert.ops.linear_gelu import linear_gelu
-from fastbert.ops.mlm_cross_entropy import mlm_cross_entropy
 from fastbert.ops.philox import draw_rng_state
 from fastbert.ops.unpad import pad, unpad
 from fastbert.padding import (
     PackedBatch,
-    check_mask_shape,
     pack_batch,
     query_rows,
     restarting_positions,
@@ -164,7 +151,7 @@ class BertLayer(CachesWeights, modeling_bert.BertLayer):
 # --- model ----------------------------------------------------------------------------------------
 
 
-class BertModel(CachesWeights, transformers.BertModel):
+class BertModel(PackedModel, transformers.BertModel):
     """Drop-in replacement of `transformers.BertModel` that computes real tokens only.
 
     Takes what transformers' class takes and returns the same numbers; `last_hidden_state` and
@@ -190,9 +177,9 @@ class BertModel(CachesWeights, transformers.BertModel):
             an id outside its table (elsewhere see fastbert.ops.index_flags).
     """
 
-    def __init__(self, config, add_pooling_layer=True):
-        super().__init__(config, add_pooling_layer=add_pooling_layer)
-        swap_classes(self)
+    logged_as = "BertModel"
+    counted_as = "bert_model"
+    layer_type = BertLayer
 
     def forward(
         self,
@@ -203,109 +190,52 @@ class BertModel(CachesWeights, transformers.BertModel):
         inputs_embeds=None,
         **kwargs,
     ):
-        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        check_tensors(
-            input_ids=input_ids,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            cu_seq_lens_q=kwargs.get("cu_seq_lens_q"),
-        )
+        inputs = {
+            "input_ids": input_ids,
+            "token_type_ids": token_type_ids,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+        }
+        check_tensors(**inputs, cu_seq_lens_q=kwargs.get("cu_seq_lens_q"))
         reason = self.why_not_packed(attention_mask, kwargs)
         if reason is not None:
-            return self._forward_padded(reason, inputs, kwargs)
-        return self._forward_packed(*inputs, **kwargs)
+            return self._forward_pooled(reason, inputs, attention_mask, kwargs)
+        return self._forward_packed(attention_mask, **inputs, **kwargs)
+
+    def packed_layers(self):
+        return self.encoder.layer
+
+    def why_container_not_packed(self):
+        if self.config.is_decoder:
+            return "the model is a decoder"
+        if type(self.encoder) is not modeling_bert.BertEncoder or not is_unhooked(self.encoder):
+            return "the encoder was replaced or has hooks"
+        return None
 
     # --- transformers' own path
 
-    def why_not_packed(self, attention_mask, kwargs) -> str | None:
-        """Why these arguments need transformers' own forward; None if they do not."""
-        if is_traced():
-            return "the model is being traced or exported"
-        if is_transformed():
-            return "a functorch transform or forward-mode differentiation is active"
-        for name, value in kwargs.items():
-            if name not in PACKED_KEYWORDS and value is not None and value is not False:
-                return f"the keyword argument {name!r} is passed on to transformers"
-        if kwargs.get("output_attentions", getattr(self.config, "output_attentions", False)):
-            return "attention weights were asked for"
-        if self.config._attn_implementation not in ATTENTION_IMPLEMENTATIONS:
-            return f"attn_implementation is {self.config._attn_implementation!r}"
-        if attention_mask is not None:
-            if type(attention_mask).__name__ == "BlockMask":
-                return "attention_mask is flex attention's"
-            check_tensors(attention_mask=attention_mask)
-            if attention_mask.dim() == 4:
-                return "attention_mask is given per query"
-        return self._why_modules_not_packed()
-
-    def _why_modules_not_packed(self) -> str | None:
-        if self.config.is_decoder:
-            return "the model is a decoder"
-        if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
-            return "global module hooks are set"
-        if type(self.encoder) is not modeling_bert.BertEncoder or not is_unhooked(self.encoder):
-            return "the encoder was replaced or has hooks"
-        for layer in self.encoder.layer:
-            if not isinstance(layer, BertLayer):
-                return f"a layer is a {type(layer).__name__}"
-            reason = layer.why_not_packed()
-            if reason is not None:
-                return reason
-        return None
-
-    def _forward_padded(self, reason, inputs, kwargs):
-        dispatch.log_once("BertModel", "packed rows", reason)
-        dispatch.count("bert_model", "padded")
+    def _forward_pooled(self, reason, inputs, mask, kwargs):
+        """transformers' forward, with our pooled_rows."""
         pooled_rows = kwargs.get("pooled_rows")
-        kwargs = {k: v for k, v in kwargs.items() if k not in OUR_KEYWORDS}
-        input_ids, mask, token_type_ids, position_ids, inputs_embeds = inputs
-        tokens = inputs_embeds if input_ids is None else input_ids
-        starts = kwargs.get("cu_seq_lens_q")
-        if starts is not None and tokens is not None:
-            if position_ids is None:
-                position_ids = restarting_positions(starts, tokens.shape[1])
-            if self.config._attn_implementation not in PACKED_ATTENTION:
-                # transformers' attention would let the sequences of the row see each other.
-                mask = block_mask(starts, mask, tokens)
-            elif mask is not None:
-                raise NotImplementedError(
-                    f"attention_mask beside cu_seq_lens_q, and {reason}: transformers' "
-                    f"{self.config._attn_implementation} reads one of the two; use "
-                    "attn_implementation='sdpa' or leave the filling out"
-                )
-        if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.dtype == torch.bool:
-            mask = additive_mask(mask, self.dtype)
-        elif is_checkable_mask(mask, tokens, kwargs):
-            check_mask_shape("attention_mask", mask, *tokens.shape[:2])
-        if pooled_rows is not None:
-            return_dict = pop_return_dict(self.config, kwargs)
-            kwargs["return_dict"] = True
-        with self._attention_that_returns_weights(kwargs):
-            outputs = super().forward(
-                input_ids, mask, token_type_ids, position_ids, inputs_embeds, **kwargs
-            )
         if pooled_rows is None:
-            return outputs
+            return self.forward_padded(reason, inputs, mask, kwargs)
+        return_dict = pop_return_dict(self.config, kwargs)
+        outputs = self.forward_padded(reason, inputs, mask, {**kwargs, "return_dict": True})
         if self.pooler is not None:
             rows = outputs.last_hidden_state.flatten(0, 1)[pooled_rows]
             outputs.pooler_output = self.pooler(rows[:, None])
         return outputs if return_dict else outputs.to_tuple()
 
-    def _attention_that_returns_weights(self, kwargs):
-        wanted = kwargs.get("output_attentions", getattr(self.config, "output_attentions", False))
-        return eager_attention(self.config) if wanted else contextlib.nullcontext()
-
     # --- packed path
 
     def _forward_packed(
         self,
-        input_ids,
         attention_mask,
+        *,
+        input_ids,
         token_type_ids,
         position_ids,
         inputs_embeds,
-        *,
         return_dict=None,
         output_hidden_states=None,
         rng_state=None,
@@ -319,16 +249,8 @@ class BertModel(CachesWeights, transformers.BertModel):
         last_layer_rows=None,
         **ignored,
     ):
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("specify exactly one of input_ids and inputs_embeds")
-        tokens = inputs_embeds if input_ids is None else input_ids
-        if tokens.dim() != (3 if input_ids is None else 2):
-            name = "inputs_embeds" if input_ids is None else "input_ids"
-            shape = "(batch, length, hidden)" if input_ids is None else "(batch, length)"
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(tokens.shape)}")
+        tokens = tokens_of(input_ids, inputs_embeds)
         size = tokens.shape[:2]
-        if size[1] == 0:
-            raise ValueError("the input has 0 positions; a text needs at least one token")
         if cu_seq_lens_q is None:
             self._check_length(size[1], position_ids)
         if cu_seq_lens_q is not None:
@@ -359,9 +281,7 @@ class BertModel(CachesWeights, transformers.BertModel):
             )
         if rng_state is None and self._dropout_active():
             rng_state = draw_rng_state(tokens)
-        if output_hidden_states is None:
-            output_hidden_states = getattr(self.config, "output_hidden_states", False)
-        dispatch.count("bert_model", "packed")
+        dispatch.count(self.counted_as, "packed")
         outputs = self._packed_rows(
             batch,
             (input_ids, token_type_ids, position_ids, inputs_embeds),
@@ -370,17 +290,10 @@ class BertModel(CachesWeights, transformers.BertModel):
             keep_rows,
             pooled_rows,
             None if last_layer_rows is None else query_rows(last_layer_rows, batch),
-            output_hidden_states=output_hidden_states,
+            output_hidden_states=self.records_hidden_states(output_hidden_states),
             return_dict=True,
         )
-        if outputs.get("hidden_states") is not None:
-            states = outputs.hidden_states
-            padded = [None if h is None else batch.pad(h) for h in states[:-1]]
-            last = None if states[-1] is None else outputs.last_hidden_state
-            outputs.hidden_states = (*padded, last)
-        if return_dict is None:
-            return_dict = getattr(self.config, "return_dict", True)
-        return outputs if return_dict else outputs.to_tuple()
+        return self.finished(outputs, batch, return_dict)
 
     @capture_outputs
     def _packed_rows(
@@ -496,14 +409,14 @@ def _is_plain_embedding(embeddings: nn.Module) -> bool:
 # --- heads ----------------------------------------------------------------------------------------
 
 
-class _MaskedLMHead(CachesWeights):
-    """What the heads with a vocabulary share: loss from labelled rows, logits when read."""
+class _VocabularyHead(VocabularyHead):
+    def decoder_layer(self):
+        return self.cls.predictions.decoder
 
-    def __init__(self, config):
-        super().__init__(config)
-        swap_classes(self)
+    def scores_by_modules(self, hidden_states):
+        return self.cls.predictions(hidden_states)
 
-    def _is_plain_head(self) -> bool:
+    def is_plain_head(self):
         predictions = self.cls.predictions
         transform = predictions.transform
         return (
@@ -517,7 +430,7 @@ class _MaskedLMHead(CachesWeights):
             and all(map(is_ordinary, predictions.parameters()))
         )
 
-    def _transform(self, rows: torch.Tensor) -> torch.Tensor:
+    def transform(self, rows):
         transform = self.cls.predictions.transform
         activated = linear_gelu(
             rows,
@@ -527,104 +440,11 @@ class _MaskedLMHead(CachesWeights):
         )
         return add_norm(activated, None, None, transform.LayerNorm, 0, None)
 
-    def _labelled_loss(self, outputs, labels, label_rows, num_items_in_batch) -> torch.Tensor:
-        """Mean cross-entropy over the labelled rows, computed from those rows alone."""
-        batch, rows = outputs.__dict__.get("packed", (None, None))
-        labels = labels.reshape(-1).to(outputs.last_hidden_state.device)
-        if rows is None:
-            rows = outputs.last_hidden_state.flatten(0, 1)
-        elif batch.indices is not None:
-            labels = labels[batch.indices]
-        if label_rows is not None:
-            if dispatch.is_checkable(labels):
-                # Rows that only fill the capacity cost a decoder's product each.
-                label_rows = label_rows[labels[label_rows] != IGNORE_INDEX]
-            rows, labels = unpad(rows, label_rows), labels[label_rows]
-        elif not dispatch.is_symbolic(rows):
-            labelled = labels != IGNORE_INDEX
-            if batch is None or batch.num_required is None:
-                selected = labelled.nonzero().view(-1)
-            else:
-                selected = batch.required(labelled)
-            rows, labels = unpad(rows, selected), labels[selected]
-        decoder = self.cls.predictions.decoder
-        if self._is_plain_head():
-            losses = mlm_cross_entropy(self._transform(rows), decoder.weight, decoder.bias, labels)
-        else:
-            scores = self.cls.predictions(rows).float()
-            losses = nn.functional.cross_entropy(scores, labels, reduction="none")
-        return mean_loss(losses, labels, num_items_in_batch)
-
-    def _logits(self, outputs) -> torch.Tensor:
-        """`(B, S, V)` scores; every padded position has the scores of a zero hidden state."""
-        batch, rows = outputs.__dict__.get("packed", (None, None))
-        if rows is None or batch.indices is None or dispatch.is_symbolic(rows):
-            return self._scores(outputs.last_hidden_state)
-        blank = self._scores(rows.new_zeros(1, rows.shape[-1]))
-        return batch.pad_with(self._scores(rows), blank)
-
-    def _scores(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`(..., V)` of hidden states `(..., C)`."""
-        if dispatch.is_symbolic(hidden_states) or not self._is_plain_head():
-            return self.cls.predictions(hidden_states)
-        rows = self._transform(hidden_states.reshape(-1, hidden_states.shape[-1]))
-        decoder = self.cls.predictions.decoder
-        scores = own_linear(rows, decoder.weight, decoder.bias, cache=self.weight_cache)
-        return scores.view(*hidden_states.shape[:-1], -1)
-
-    def _lazy_logits(self, outputs) -> LazyLogits | None:
-        """The stand-in, where nothing needs the values now: eager training on plain modules."""
-        hidden = outputs.last_hidden_state
-        if not self.training or dispatch.is_symbolic(hidden) or not self._is_plain_head():
-            return None
-        if is_sharded(self) or is_sharded(self.bert):
-            return None
-        deferred = Deferred(
-            lambda: self._logits(outputs), list(self.cls.predictions.parameters()), hidden.device
-        )
-        shape = (*hidden.shape[:2], self.cls.predictions.decoder.out_features)
-        return LazyLogits(deferred, shape, compute_dtype(hidden) or hidden.dtype, hidden.device)
-
-    def _score(self, outputs, labels, label_rows, num_items_in_batch, return_logits):
-        """Loss and logits, each None where not asked for."""
-        if labels is None:
-            return None, self._logits(outputs) if return_logits else None
-        loss = self._labelled_loss(outputs, labels, label_rows, num_items_in_batch)
-        if not return_logits:
-            return loss, None
-        lazy = self._lazy_logits(outputs)
-        return loss, self._logits(outputs) if lazy is None else lazy
-
-    def _run_bert(self, inputs, labels, label_rows, kwargs):
-        """The model below, with labelled rows computed even where they are padding."""
-        required = None
-        if label_rows is not None and kwargs.get("cu_seq_lens_q") is None:
-            raise ValueError(
-                "label_rows are rows of packed input and need cu_seq_lens_q; of a padded batch "
-                "the labelled rows are found by the labels"
-            )
-        if labels is not None:
-            check_tensors(input_ids=inputs[0], inputs_embeds=inputs[4], labels=labels)
-            size = inputs[0].shape if inputs[0] is not None else inputs[4].shape[:2]
-            check_mask_shape("labels", labels, *size)
-            if label_rows is None:
-                required = labels != IGNORE_INDEX
-            for name, rows in (
-                ("label_rows", label_rows),
-                ("last_layer_rows", kwargs.get("last_layer_rows")),
-            ):
-                if rows is not None and dispatch.is_checkable(labels):
-                    check_reach(name, rows, labels)
-        return self.bert(
-            *inputs, required_rows=required, keep_rows=True, return_dict=True, **kwargs
-        )
-
-    def _plain_forward(self) -> bool:
-        """Whether transformers' forward of the head has to run."""
-        return is_traced() or is_transformed() or not isinstance(self.bert, BertModel)
+    def head_parameters(self):
+        return self.cls.predictions.parameters()
 
 
-class BertForMaskedLM(_MaskedLMHead, transformers.BertForMaskedLM):
+class BertForMaskedLM(_VocabularyHead, MaskedLMHead, transformers.BertForMaskedLM):
     """Drop-in replacement of `transformers.BertForMaskedLM`.
 
     With labels the loss is computed in fp32 from the labelled rows alone. In training `logits` are
@@ -641,67 +461,28 @@ class BertForMaskedLM(_MaskedLMHead, transformers.BertForMaskedLM):
         return_logits: False leaves `logits` out.
     """
 
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        token_type_ids=None,
-        position_ids=None,
-        inputs_embeds=None,
-        **kwargs,
-    ):
-        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        if self._plain_forward():
-            kwargs = {k: v for k, v in kwargs.items() if k not in HEAD_KEYWORDS}
-            return super().forward(*inputs, **kwargs)
-        labels = kwargs.pop("labels", None)
-        label_rows = kwargs.pop("label_rows", None)
-        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
-        return_logits = kwargs.pop("return_logits", True)
-        return_dict = pop_return_dict(self.config, kwargs)
-        outputs = self._run_bert(inputs, labels, label_rows, kwargs)
-        loss, logits = self._score(outputs, labels, label_rows, num_items_in_batch, return_logits)
-        kind = LazyMaskedLMOutput if isinstance(logits, LazyLogits) else MaskedLMOutput
-        result = kind(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
-        return result if return_dict else result.to_tuple()
 
-
-class BertForPreTraining(_MaskedLMHead, transformers.BertForPreTraining):
+class BertForPreTraining(_VocabularyHead, transformers.BertForPreTraining):
     """Drop-in replacement of `transformers.BertForPreTraining`: masked LM and next sentence.
 
     As `BertForMaskedLM`; the loss is given when both `labels` and `next_sentence_label` are.
     """
 
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        token_type_ids=None,
-        position_ids=None,
-        inputs_embeds=None,
-        **kwargs,
-    ):
-        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        if self._plain_forward():
-            kwargs = {k: v for k, v in kwargs.items() if k not in HEAD_KEYWORDS}
-            return super().forward(*inputs, **kwargs)
-        labels = kwargs.pop("labels", None)
-        label_rows = kwargs.pop("label_rows", None)
-        next_sentence_label = kwargs.pop("next_sentence_label", None)
-        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
-        return_logits = kwargs.pop("return_logits", True)
-        return_dict = pop_return_dict(self.config, kwargs)
+    def forward(self, **inputs):
+        if self.plain_forward():
+            return super().forward(**{k: v for k, v in inputs.items() if k not in HEAD_KEYWORDS})
+        labels = inputs.pop("labels", None)
+        label_rows = inputs.pop("label_rows", None)
+        next_sentence_label = inputs.pop("next_sentence_label", None)
+        num_items_in_batch = inputs.pop("num_items_in_batch", None)
+        return_logits = inputs.pop("return_logits", True)
+        return_dict = pop_return_dict(self.config, inputs)
         has_loss = labels is not None and next_sentence_label is not None
         labels = labels if has_loss else None
-        outputs = self._run_bert(inputs, labels, label_rows, kwargs)
+        outputs = self.run_model(inputs, labels, label_rows)
         with own_linears(self):
             pair_logits = self.cls.seq_relationship(outputs.pooler_output)
-        loss, logits = self._score(outputs, labels, label_rows, num_items_in_batch, return_logits)
+        loss, logits = self.score(outputs, labels, label_rows, num_items_in_batch, return_logits)
         if has_loss:
             pairs = nn.functional.cross_entropy(
                 pair_logits.view(-1, 2).float(), next_sentence_label.view(-1)
@@ -719,72 +500,24 @@ class BertForPreTraining(_MaskedLMHead, transformers.BertForPreTraining):
         return result if return_dict else result.to_tuple()
 
 
-class _Head(CachesWeights):
-    """A head whose forward is transformers' own, on our `BertModel`.
-
-    What is added: the rows the loss reads are computed where they are padding, and
-    `num_items_in_batch` is the denominator of the loss.
-    """
-
-    def __init__(self, config):
-        super().__init__(config)
-        swap_classes(self)
-
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        token_type_ids=None,
-        position_ids=None,
-        inputs_embeds=None,
-        **kwargs,
-    ):
-        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
-        return_dict = pop_return_dict(self.config, kwargs)
-        if isinstance(self.bert, BertModel):
-            kwargs["required_rows"] = self.rows_read_by_loss(inputs, kwargs)
-        with own_linears(self):
-            outputs = super().forward(*inputs, return_dict=True, **kwargs)
-        labels = kwargs.get("labels")
-        if outputs.loss is not None and labels is not None:
-            outputs.loss = rescaled_loss(outputs.loss, labels, num_items_in_batch)
-        return outputs if return_dict else outputs.to_tuple()
-
-    def rows_read_by_loss(self, inputs, kwargs) -> torch.Tensor | None:
-        """`(B, S)` bool of positions read although they may be padding."""
-        return None
-
-
-class BertForNextSentencePrediction(_Head, transformers.BertForNextSentencePrediction):
+class BertForNextSentencePrediction(TaskHead, transformers.BertForNextSentencePrediction):
     """Drop-in replacement of `transformers.BertForNextSentencePrediction`."""
 
 
-class BertForSequenceClassification(_Head, transformers.BertForSequenceClassification):
+class BertForSequenceClassification(TaskHead, transformers.BertForSequenceClassification):
     """Drop-in replacement of `transformers.BertForSequenceClassification`."""
 
 
-class BertForMultipleChoice(_Head, transformers.BertForMultipleChoice):
+class BertForMultipleChoice(TaskHead, transformers.BertForMultipleChoice):
     """Drop-in replacement of `transformers.BertForMultipleChoice`."""
 
 
-class BertForTokenClassification(_Head, transformers.BertForTokenClassification):
+class BertForTokenClassification(TokenClassificationHead, transformers.BertForTokenClassification):
     """Drop-in replacement of `transformers.BertForTokenClassification`."""
 
-    def rows_read_by_loss(self, inputs, kwargs):
-        labels = kwargs.get("labels")
-        return None if labels is None else labels != IGNORE_INDEX
 
-
-class BertForQuestionAnswering(_Head, transformers.BertForQuestionAnswering):
-    """Drop-in replacement of `transformers.BertForQuestionAnswering`.
-
-    Its softmax runs over all positions, so padded positions are computed as query-only rows.
-    """
-
-    def rows_read_by_loss(self, inputs, kwargs):
-        tokens = inputs[0] if inputs[0] is not None else inputs[4]
-        return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+class BertForQuestionAnswering(QuestionAnsweringHead, transformers.BertForQuestionAnswering):
+    """Drop-in replacement of `transformers.BertForQuestionAnswering`."""
 
 
 HEADS = (

@@ -1,0 +1,257 @@
+"""What the heads of all families share on a `PackedModel`.
+
+Letters: B batch, S padded length, C hidden, V vocab, P labelled rows.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import MaskedLMOutput
+
+from fastbert import dispatch
+from fastbert.cache import CachesWeights
+from fastbert.encoder import compute_dtype
+from fastbert.models.accelerate import swap_classes
+from fastbert.models.inputs import check_tensors
+from fastbert.models.linears import own_linear, own_linears
+from fastbert.models.losses import IGNORE_INDEX, mean_loss, rescaled_loss
+from fastbert.models.outputs import Deferred, LazyLogits, LazyMaskedLMOutput
+from fastbert.models.packed import (
+    HEAD_KEYWORDS,
+    check_reach,
+    is_sharded,
+    is_traced,
+    is_transformed,
+    pop_return_dict,
+)
+from fastbert.models.packed_model import PackedModel
+from fastbert.ops.mlm_cross_entropy import mlm_cross_entropy
+from fastbert.ops.unpad import unpad
+from fastbert.padding import check_mask_shape
+
+
+class Head(CachesWeights):
+    """Base of every head, before transformers' class."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        swap_classes(self)
+
+    def on_packed_model(self) -> bool:
+        """Whether the model below is ours; a user's own keeps transformers' head."""
+        return isinstance(self.base_model, PackedModel)
+
+
+# --- heads that keep transformers' forward --------------------------------------------------------
+
+
+class TaskHead(Head):
+    """A head whose forward is transformers' own, on our model.
+
+    What is added: the rows the head reads are computed where they are padding, and
+    `num_items_in_batch` is the denominator of the loss.
+    """
+
+    def forward(self, **inputs):
+        num_items_in_batch = inputs.pop("num_items_in_batch", None)
+        return_dict = pop_return_dict(self.config, inputs)
+        if self.on_packed_model():
+            inputs["required_rows"] = self.rows_read(inputs)
+        with own_linears(self):
+            outputs = super().forward(return_dict=True, **inputs)
+        labels = inputs.get("labels")
+        if outputs.loss is not None and labels is not None:
+            outputs.loss = rescaled_loss(outputs.loss, labels, num_items_in_batch)
+        return outputs if return_dict else outputs.to_tuple()
+
+    def rows_read(self, inputs: dict) -> torch.Tensor | None:
+        """`(B, S)` bool of positions read although they may be padding."""
+        return None
+
+
+class TokenClassificationHead(TaskHead):
+    """A head with a label a token; one on padding counts, as in transformers."""
+
+    def rows_read(self, inputs):
+        labels = inputs.get("labels")
+        return None if labels is None else labels != IGNORE_INDEX
+
+
+def positions_like(inputs: dict, value: bool) -> torch.Tensor | None:
+    """`(B, S)` bool; None without an input, which the model will say."""
+    tokens = inputs.get("input_ids")
+    tokens = inputs.get("inputs_embeds") if tokens is None else tokens
+    if tokens is None:
+        return None
+    return torch.full(tokens.shape[:2], value, dtype=torch.bool, device=tokens.device)
+
+
+class QuestionAnsweringHead(TaskHead):
+    """A head whose softmax runs over all positions, so padded ones are computed as query-only
+    rows."""
+
+    def rows_read(self, inputs):
+        return positions_like(inputs, True)
+
+
+# --- heads with a vocabulary ----------------------------------------------------------------------
+
+
+class VocabularyHead(Head):
+    """What the heads with a vocabulary share: loss from labelled rows, logits when read.
+
+    Attributes:
+        sparse_prediction: beside a loss, logits are `(P, V)`, of the labelled rows alone.
+        sparse_pred_ignore_index: the label that is ignored then.
+    """
+
+    sparse_prediction = False
+    sparse_pred_ignore_index = IGNORE_INDEX
+
+    # --- what differs between families
+
+    def decoder_layer(self) -> nn.Module:
+        """The Linear from features to the vocabulary."""
+        raise NotImplementedError
+
+    def scores_by_modules(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(..., V)` of hidden states `(..., C)`, by calling the head's modules."""
+        raise NotImplementedError
+
+    def is_plain_head(self) -> bool:
+        """Whether the head's modules are exactly what the ops compute."""
+        raise NotImplementedError
+
+    def transform(self, rows: torch.Tensor) -> torch.Tensor:
+        """What the decoder of a plain head reads, of hidden rows `(P, C)`."""
+        raise NotImplementedError
+
+    def head_parameters(self) -> Iterable[torch.Tensor]:
+        """All weights that the logits depend on behind the model."""
+        raise NotImplementedError
+
+    # --- what they share
+
+    def plain_forward(self) -> bool:
+        """Whether transformers' forward of the head has to run."""
+        return is_traced() or is_transformed() or not self.on_packed_model()
+
+    def run_model(self, inputs: dict, labels, label_rows):
+        """The model below, with labelled rows computed even where they are padding."""
+        required = None
+        if label_rows is not None and inputs.get("cu_seq_lens_q") is None:
+            raise ValueError(
+                "label_rows are rows of packed input and need cu_seq_lens_q; of a padded batch "
+                "the labelled rows are found by the labels"
+            )
+        if labels is not None:
+            ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
+            check_tensors(input_ids=ids, inputs_embeds=embeds, labels=labels)
+            check_mask_shape("labels", labels, *(embeds if ids is None else ids).shape[:2])
+            if label_rows is None:
+                required = labels != self._ignored_label()
+            for name, rows in (
+                ("label_rows", label_rows),
+                ("last_layer_rows", inputs.get("last_layer_rows")),
+            ):
+                if rows is not None and dispatch.is_checkable(labels):
+                    check_reach(name, rows, labels)
+        return self.base_model(**inputs, required_rows=required, keep_rows=True, return_dict=True)
+
+    def score(self, outputs, labels, label_rows, num_items_in_batch, return_logits):
+        """Loss and logits, each None where not asked for."""
+        if labels is None:
+            return None, self._logits(outputs) if return_logits else None
+        rows, labels = self._labelled_rows(outputs, labels, label_rows)
+        loss = mean_loss(self._losses(rows, labels), labels, num_items_in_batch)
+        return loss, self._logits_beside_loss(outputs, rows) if return_logits else None
+
+    def _ignored_label(self) -> int:
+        return self.sparse_pred_ignore_index if self.sparse_prediction else IGNORE_INDEX
+
+    def _labelled_rows(self, outputs, labels, label_rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden rows `(P, C)` and labels `(P,)` where there is a label; all while traced."""
+        batch, rows = outputs.__dict__.get("packed", (None, None))
+        labels = labels.reshape(-1).to(outputs.last_hidden_state.device)
+        if rows is None:
+            rows = outputs.last_hidden_state.flatten(0, 1)
+        elif batch.indices is not None:
+            labels = labels[batch.indices]
+        if label_rows is None:
+            if dispatch.is_symbolic(rows):
+                return rows, labels
+            labelled = labels != self._ignored_label()
+            counted = batch is not None and batch.num_required is not None
+            label_rows = batch.required(labelled) if counted else labelled.nonzero().view(-1)
+        elif dispatch.is_checkable(labels) and not self.sparse_prediction:
+            # Rows that only fill the capacity cost a decoder's product each.
+            label_rows = label_rows[labels[label_rows] != IGNORE_INDEX]
+        return unpad(rows, label_rows), labels[label_rows]
+
+    def _losses(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """`(P,)` cross-entropies in fp32, 0 where a label is ignored."""
+        if self.is_plain_head():
+            decoder = self.decoder_layer()
+            return mlm_cross_entropy(self.transform(rows), decoder.weight, decoder.bias, labels)
+        scores = self.scores_by_modules(rows).float()
+        return nn.functional.cross_entropy(scores, labels, reduction="none")
+
+    def _logits(self, outputs) -> torch.Tensor:
+        """`(B, S, V)` scores; every padded position has the scores of a zero hidden state."""
+        batch, rows = outputs.__dict__.get("packed", (None, None))
+        if rows is None or batch.indices is None or dispatch.is_symbolic(rows):
+            return self._scores(outputs.last_hidden_state)
+        blank = self._scores(rows.new_zeros(1, rows.shape[-1]))
+        return batch.pad_with(self._scores(rows), blank)
+
+    def _scores(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(..., V)` of hidden states `(..., C)`."""
+        if dispatch.is_symbolic(hidden_states) or not self.is_plain_head():
+            return self.scores_by_modules(hidden_states)
+        rows = self.transform(hidden_states.reshape(-1, hidden_states.shape[-1]))
+        decoder = self.decoder_layer()
+        scores = own_linear(rows, decoder.weight, decoder.bias, cache=self.weight_cache)
+        return scores.view(*hidden_states.shape[:-1], -1)
+
+    def _logits_beside_loss(self, outputs, rows: torch.Tensor) -> torch.Tensor | LazyLogits:
+        """Logits, or their stand-in where nothing needs the values now: eager training on plain
+        modules."""
+
+        def compute():
+            return self._scores(rows) if self.sparse_prediction else self._logits(outputs)
+
+        hidden = outputs.last_hidden_state
+        lazy = self.training and not dispatch.is_symbolic(hidden) and self.is_plain_head()
+        if not lazy or is_sharded(self) or is_sharded(self.base_model):
+            return compute()
+        size = (len(rows),) if self.sparse_prediction else hidden.shape[:2]
+        return LazyLogits(
+            Deferred(compute, list(self.head_parameters()), hidden.device),
+            (*size, self.decoder_layer().out_features),
+            compute_dtype(hidden) or hidden.dtype,
+            hidden.device,
+        )
+
+
+class MaskedLMHead(VocabularyHead):
+    """The forward of a masked-LM head, as `fastbert.BertForMaskedLM` describes it."""
+
+    def forward(self, **inputs):
+        if self.plain_forward():
+            return super().forward(**{k: v for k, v in inputs.items() if k not in HEAD_KEYWORDS})
+        labels = inputs.pop("labels", None)
+        label_rows = inputs.pop("label_rows", None)
+        num_items_in_batch = inputs.pop("num_items_in_batch", None)
+        return_logits = inputs.pop("return_logits", True)
+        return_dict = pop_return_dict(self.config, inputs)
+        outputs = self.run_model(inputs, labels, label_rows)
+        loss, logits = self.score(outputs, labels, label_rows, num_items_in_batch, return_logits)
+        kind = LazyMaskedLMOutput if isinstance(logits, LazyLogits) else MaskedLMOutput
+        result = kind(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+        return result if return_dict else result.to_tuple()
