@@ -1,20 +1,12 @@
 // GELU(u) v of the halves (u, v) of x + bias, and its gradients. Letters: T rows, F columns of y.
 //
-// A thread keeps to eight columns of each half and goes down the rows, so that their bias is read
-// once.
+// A thread keeps to eight columns of each half.
 #include "cuda/gelu.cuh"
 
 namespace fastbert {
 namespace {
 
-constexpr int kLanes = 32, kSlices = 8;
-constexpr int kBlockColumns = kLanes * kChunk;
 constexpr int kRowsOfSlice = 2;  // in forward
-constexpr int64_t kMostBlocksDown = 65535;
-
-__device__ __forceinline__ int64_t thread_column() {
-  return (static_cast<int64_t>(blockIdx.x) * kLanes + threadIdx.x) * kChunk;
-}
 
 // Eight columns of both halves.
 struct Halves {
@@ -91,27 +83,6 @@ __global__ void __launch_bounds__(kLanes* kSlices) geglu_bwd_kernel(const Geglu 
     store_chunk<kWide>(a.partial + part * a.columns, column, a.columns, sums.u);
     store_chunk<kWide>(a.partial + (a.parts.count + part) * a.columns, column, a.columns, sums.v);
   }
-}
-
-// Calls f with a number of the type, and the two switches as std::bool_constant.
-template <typename F>
-void with_variant(const Geglu& a, F f) {
-  const auto with_type = [&](auto number) {
-    const auto with_form = [&](auto erf) {
-      if (a.wide) return f(number, erf, std::true_type());
-      f(number, erf, std::false_type());
-    };
-    if (a.erf) return with_form(std::true_type());
-    with_form(std::false_type());
-  };
-  if (a.dtype == Dtype::kFloat) return with_type(float());
-  if (a.dtype == Dtype::kBFloat16) return with_type(bf16());
-  with_type(fp16());
-}
-
-dim3 grid_of(const Geglu& a, int64_t down) {
-  return dim3(static_cast<unsigned>(ceil_div(a.columns, kBlockColumns)),
-              static_cast<unsigned>(down < kMostBlocksDown ? down : kMostBlocksDown));
 }
 
 }  // namespace
