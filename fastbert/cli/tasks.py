@@ -5,6 +5,7 @@ import logging
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict, make_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -75,16 +76,8 @@ def finetune(context: typer.Context) -> None:
 def evaluate(context: typer.Context) -> None:
     """Metrics of a fine-tuned model: `fastbert evaluate MODEL DATA [--json] [options]`."""
     with _errors_told():
-        predictor, given, rows = _prepared(
-            context, "evaluate", [("json", _helped(bool, "print JSON"), False)]
-        )
-        metrics = predictor.evaluate(
-            rows,
-            batch_size=given.batch_size,
-            bf16=given.bf16,
-            progress=sys.stderr.isatty(),
-            name=given.data,
-        )
+        given, run = _prepared(context, "evaluate", [("json", _helped(bool, "print JSON"), False)])
+        metrics = run()
     if given.json:
         typer.echo(json.dumps(metrics))
     else:
@@ -99,16 +92,8 @@ def predict(context: typer.Context) -> None:
     fields with tabs between them.
     """
     with _errors_told():
-        predictor, given, rows = _prepared(
-            context, "predict", [("table", _helped(bool, "tabs"), False)]
-        )
-        answers = predictor.predict(
-            rows,
-            batch_size=given.batch_size,
-            bf16=given.bf16,
-            progress=sys.stderr.isatty(),
-            name=given.data,
-        )
+        given, run = _prepared(context, "predict", [("table", _helped(bool, "tabs"), False)])
+        answers = run()
     if given.table and answers:
         typer.echo("\t".join(_short(answers[0])))
     for answer in answers:
@@ -117,7 +102,7 @@ def predict(context: typer.Context) -> None:
 
 
 def _prepared(context: typer.Context, command: str, more: list[tuple]):
-    """The model, the arguments and the rows; the task's settings are the options' defaults."""
+    """The arguments, and the command on the rows; the task's settings are the options' defaults."""
     import tyro
 
     from fastbert.tasks import Predictor, read_rows
@@ -149,7 +134,14 @@ def _prepared(context: typer.Context, command: str, more: list[tuple]):
     else:
         rows = read_rows(given.data, split=given.split)
     predictor = Predictor(folder, accelerated=given.accelerated, **asdict(given.settings))
-    return predictor, given, rows
+    return given, partial(
+        getattr(predictor, command),
+        rows,
+        batch_size=given.batch_size,
+        bf16=given.bf16,
+        progress=sys.stderr.isatty(),
+        name=given.data,
+    )
 
 
 def _helped(kind, text: str):
