@@ -1,10 +1,10 @@
 """A small BERT trained twice on the same batches of real text: transformers' model and ours.
 
     python -m benchmarks.pretraining_curves [--texts FILE_OR_FOLDER ...] [--steps 400]
-        [--plot curves.png] [--json curves.json]
+        [--lr 5e-4] [--dropout 0.1] [--seed N] [--plot curves.png] [--json curves.json]
 
-First 50 steps in fp32 without dropout, whose losses must agree. Then bf16 autocast with dropout
-0.1: blocks of steps of the one and of the other in turn in one process, so that a slow spell of the
+First 50 steps in fp32 without dropout, whose losses must agree. Then bf16 autocast with dropout:
+blocks of steps of the one and of the other in turn in one process, so that a slow spell of the
 machine meets both, and between blocks the held-out loss of both, outside of the clocks.
 
 Ours is what `fastbert pretrain` runs, `BatchStream` into `GraphedStep`, and making the batches is
@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -28,13 +29,14 @@ from torch import nn
 
 from fastbert.data import Corpus, prepare, train_tokenizer
 from fastbert.testing.models import assert_packed
-from fastbert.train.config import ScheduleConfig
+from fastbert.train.config import OptimizerConfig, ScheduleConfig
 from fastbert.train.evaluation import evaluate
 from fastbert.train.schedules import factor
 
 from .ladder import machine
 from .models.pretraining import LENGTH, padded, step_of, stream
 from .models.twins import twins
+from .shapes import SEED
 from .texts import paragraphs, written
 
 MODEL = {
@@ -63,12 +65,25 @@ def corpora(texts: list[Path], folder: Path) -> tuple[Corpus, Corpus, object]:
     return train, heldout, tokenizer
 
 
-def steps_of(models: dict, num_steps: int, dtype: torch.dtype | None) -> dict[str, Callable]:
+@dataclass(frozen=True)
+class Training:
+    """What is trained: peak rate, dropout, and the seed of both dropout streams."""
+
+    lr: float = 5e-4
+    dropout: float = 0.1
+    seed: int = SEED
+
+
+def steps_of(
+    models: dict, num_steps: int, dtype: torch.dtype | None, training: Training
+) -> dict[str, Callable]:
     """A step of each model, with the same optimizer and rates."""
+    torch.manual_seed(training.seed)
     rate = factor(ScheduleConfig(warmup_steps=max(num_steps // 10, 1)), num_steps)
     steps = {}
     for name, model in models.items():
-        step, optimizer = step_of(name, model, dtype)
+        settings = OptimizerConfig(lr=training.lr)
+        step, optimizer = step_of(name, model, dtype, settings, training.seed)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 
         def scheduled(batch, step=step, scheduler=scheduler):
@@ -86,9 +101,9 @@ def models_for(tokenizer, dropout: float) -> dict[str, nn.Module]:
     return twins("BertForMaskedLM", settings)
 
 
-def equal_losses(train: Corpus, tokenizer) -> dict:
+def equal_losses(train: Corpus, tokenizer, training: Training) -> dict:
     """Largest relative difference of the losses of the first steps, fp32, without dropout."""
-    steps = steps_of(models_for(tokenizer, 0.0), EQUAL_STEPS, None)
+    steps = steps_of(models_for(tokenizer, 0.0), EQUAL_STEPS, None, training)
     pairs = []
     for batch in islice(stream(train, tokenizer, TOKENS, EQUAL_STEPS), EQUAL_STEPS):
         with assert_packed():
@@ -117,15 +132,15 @@ def heldout_losses(models: dict, heldout: Corpus, tokenizer) -> dict[str, float]
     }
 
 
-def curves(train: Corpus, heldout: Corpus, tokenizer, num_steps: int) -> dict:
+def curves(train: Corpus, heldout: Corpus, tokenizer, num_steps: int, training: Training) -> dict:
     """Trains both in turn.
 
     Returns:
         Of each by name: seconds of `wall` and of `processor` time of each block, `train_loss` of
         each step, and `points`: step, wall seconds until then, held-out loss.
     """
-    models = models_for(tokenizer, 0.1)
-    steps = steps_of(models, num_steps, torch.bfloat16)
+    models = models_for(tokenizer, training.dropout)
+    steps = steps_of(models, num_steps, torch.bfloat16, training)
     batches = stream(train, tokenizer, TOKENS, num_steps)
     result = {name: {"wall": [], "processor": [], "train_loss": [], "points": []} for name in NAMES}
     _note(result, 0, heldout_losses(models, heldout, tokenizer))
@@ -212,15 +227,19 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--lr", type=float, default=Training.lr, help="peak rate")
+    parser.add_argument("--dropout", type=float, default=Training.dropout, help="in bf16")
+    parser.add_argument("--seed", type=int, default=Training.seed, help="of both dropout streams")
     parser.add_argument("--skip-fp32", action="store_true", help="no comparison in fp32")
     arguments = parser.parse_args()
-    results = {"machine": machine(), "model": MODEL, "tokens_a_step": TOKENS}
+    training = Training(arguments.lr, arguments.dropout, arguments.seed)
+    results = {"machine": machine(), "model": MODEL, "tokens_a_step": TOKENS, **asdict(training)}
     with tempfile.TemporaryDirectory() as folder:
         train, heldout, tokenizer = corpora(arguments.texts, Path(folder))
         if not arguments.skip_fp32:
-            results["fp32"] = equal_losses(train, tokenizer)
+            results["fp32"] = equal_losses(train, tokenizer, training)
             print(results["fp32"], flush=True)
-        result = curves(train, heldout, tokenizer, arguments.steps)
+        result = curves(train, heldout, tokenizer, arguments.steps, training)
     results["bf16"] = summary(result)
     print(json.dumps(results, indent=1))
     if arguments.plot:

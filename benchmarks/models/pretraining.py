@@ -104,14 +104,27 @@ def plain_step(model: nn.Module, optimizer, dtype: torch.dtype | None) -> Callab
     return step
 
 
-def graphed_step(model: nn.Module, optimizer, dtype: torch.dtype | None) -> Callable:
+def graphed_step(
+    model: nn.Module, optimizer, dtype: torch.dtype | None, seed: int = SEED
+) -> Callable:
     """The step of `fastbert pretrain`."""
-    step = GraphedStep(model, optimizer, dtype=dtype, rng_state=torch.tensor([SEED, 0]), lag=0)
+    step = GraphedStep(model, optimizer, dtype=dtype, rng_state=torch.tensor([seed, 0]), lag=0)
     return lambda inputs: step(inputs).loss
 
 
-def step_of(kind: str, model: nn.Module, dtype: torch.dtype | None) -> tuple[Callable, object]:
-    """A step of the kind `transformers` or `fastbert` and its optimizer, torch's fused AdamW."""
-    optimizer = build_optimizer(OPTIMIZER, model.train())
-    make = {"transformers": plain_step, "fastbert": graphed_step}[kind]
-    return make(model, optimizer, dtype), optimizer
+def step_of(
+    kind: str,
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    settings: OptimizerConfig = OPTIMIZER,
+    seed: int = SEED,
+) -> tuple[Callable, object]:
+    """A step of the kind `transformers` or `fastbert` and its optimizer, torch's fused AdamW.
+
+    Args:
+        seed: of fastbert's dropout; transformers' comes from torch's default generator.
+    """
+    optimizer = build_optimizer(settings, model.train())
+    if kind == "fastbert":
+        return graphed_step(model, optimizer, dtype, seed), optimizer
+    return plain_step(model, optimizer, dtype), optimizer
