@@ -41,7 +41,7 @@ class EncoderLayerSpec:
         activation: the activation module or function. approximate: `none` or `tanh` where it is a
             form of GELU the ops know, else None.
         attention_dropout_p: probability in force for attention probabilities.
-        attention_output_dropout, output_dropout: dropout modules before the residual.
+        attention_output_dropout, output_dropout: dropout modules before the residual; None: none.
         attention_norm, output_norm: LayerNorms after the residual.
         num_heads: N. head_dim: D. softmax_scale: factor on the scores.
     """
@@ -51,13 +51,13 @@ class EncoderLayerSpec:
     key: nn.Module
     value: nn.Module
     attention_output: nn.Module
-    attention_output_dropout: nn.Module
+    attention_output_dropout: nn.Module | None
     attention_norm: nn.Module
     intermediate: nn.Module
     activation: Callable
     approximate: str | None
     output: nn.Module
-    output_dropout: nn.Module
+    output_dropout: nn.Module | None
     output_norm: nn.Module
     num_heads: int
     head_dim: int

@@ -291,11 +291,12 @@ def _nonzero(mask: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def restarting_positions(cu_seqlens: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """`(1, T)` position of each packed row within its sequence."""
+    """`(1, T)` position of each packed row within its sequence; 0 of idle rows behind the last."""
     rows = torch.arange(num_rows, device=cu_seqlens.device)
     sequence = torch.bucketize(rows, cu_seqlens[1:], right=True)
-    starts = cu_seqlens[:-1].long()
-    return (rows - starts[sequence])[None] if starts.numel() else rows[None]
+    starts = cu_seqlens.long()
+    # Behind the last sequence each row is its own start.
+    return (rows - torch.where(rows < starts[-1], starts[sequence], rows))[None]
 
 
 def packed_input(

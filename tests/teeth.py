@@ -326,9 +326,9 @@ FAULTS = {
         "tests/ops/test_embed_layer_norm.py",
     ),
     "position ids ignored": (
-        "fastbert/models/bert.py",
-        "if position_ids is None:\n            position_ids = embeddings.position_ids",
-        "if True:\n            position_ids = embeddings.position_ids",
+        "fastbert/models/post_norm.py",
+        "if position_ids is None and cu_seqlens is None:",
+        "if cu_seqlens is None:",
         "tests/models/test_bert_inputs.py",
     ),
     "stale cache after a fused optimizer": (
@@ -380,9 +380,9 @@ FAULTS = {
         "tests/ops/test_unpad.py",
     ),
     "fallback to transformers everywhere": (
-        "fastbert/models/bert.py",
-        'if self.config.is_decoder:\n            return "the model is a decoder"',
-        'if True:\n            return "the model is a decoder"',
+        "fastbert/models/post_norm.py",
+        'if getattr(self.config, "is_decoder", False):',
+        "if True:",
         "tests/models/test_bert_parity.py",
     ),
     "Triton bias gradient reads one row too few": (

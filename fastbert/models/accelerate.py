@@ -4,6 +4,7 @@ import transformers
 from torch import nn
 
 from fastbert import dispatch
+from fastbert.models.signature import transformers_signature
 
 CONVERSIONS: dict[type, type] = {}
 """transformers' class to ours; each family's adapter adds its own."""
@@ -14,6 +15,15 @@ def register_conversions(*classes: type) -> None:
     for ours in classes:
         theirs = next(c for c in ours.__mro__ if c.__module__.startswith("transformers."))
         CONVERSIONS[theirs] = ours
+
+
+def register_family(layer: type, *models: type) -> None:
+    """Registers a family: its layer, and its model and heads, which take their arguments as
+    transformers' classes of the same names do."""
+    for ours in models:
+        theirs = getattr(transformers, ours.__name__)
+        ours.forward = transformers_signature(theirs)(ours.forward)
+    register_conversions(layer, *models)
 
 
 def load_families() -> None:

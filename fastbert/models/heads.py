@@ -3,7 +3,9 @@
 Letters: B batch, S padded length, C hidden, V vocab, P labelled rows.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -11,7 +13,14 @@ from transformers.modeling_outputs import MaskedLMOutput
 
 from fastbert import dispatch
 from fastbert.cache import CachesWeights
-from fastbert.encoder import compute_dtype
+from fastbert.encoder import (
+    add_norm,
+    compute_dtype,
+    is_ordinary,
+    is_plain_linear,
+    is_plain_norm,
+    is_unhooked,
+)
 from fastbert.models.accelerate import swap_classes
 from fastbert.models.inputs import check_tensors
 from fastbert.models.linears import own_linear, own_linears
@@ -20,12 +29,14 @@ from fastbert.models.outputs import Deferred, LazyLogits, LazyMaskedLMOutput
 from fastbert.models.packed import (
     HEAD_KEYWORDS,
     check_reach,
+    gelu_form,
     is_sharded,
     is_traced,
     is_transformed,
     pop_return_dict,
 )
 from fastbert.models.packed_model import PackedModel
+from fastbert.ops.linear_gelu import linear_gelu
 from fastbert.ops.mlm_cross_entropy import mlm_cross_entropy
 from fastbert.ops.unpad import unpad
 from fastbert.padding import check_mask_shape
@@ -57,7 +68,7 @@ class TaskHead(Head):
         num_items_in_batch = inputs.pop("num_items_in_batch", None)
         return_dict = pop_return_dict(self.config, inputs)
         if self.on_packed_model():
-            inputs["required_rows"] = self.rows_read(inputs)
+            inputs |= self.model_keywords(inputs)
         with own_linears(self):
             outputs = super().forward(return_dict=True, **inputs)
         labels = inputs.get("labels")
@@ -65,9 +76,20 @@ class TaskHead(Head):
             outputs.loss = rescaled_loss(outputs.loss, labels, num_items_in_batch)
         return outputs if return_dict else outputs.to_tuple()
 
+    def model_keywords(self, inputs: dict) -> dict:
+        """What tells the model which rows the head reads."""
+        return {"required_rows": self.rows_read(inputs)}
+
     def rows_read(self, inputs: dict) -> torch.Tensor | None:
         """`(B, S)` bool of positions read although they may be padding."""
         return None
+
+
+class FirstTokenHead(TaskHead):
+    """A head that reads position 0 of each text, or `pooled_rows` of packed input."""
+
+    def model_keywords(self, inputs):
+        return {"first_only": True}
 
 
 class TokenClassificationHead(TaskHead):
@@ -79,12 +101,14 @@ class TokenClassificationHead(TaskHead):
 
 
 def positions_like(inputs: dict, value: bool) -> torch.Tensor | None:
-    """`(B, S)` bool; None without an input, which the model will say."""
-    tokens = inputs.get("input_ids")
-    tokens = inputs.get("inputs_embeds") if tokens is None else tokens
-    if tokens is None:
+    """`(B, S)` bool, choices one below the other; None without an input, which the model will
+    say."""
+    ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
+    if ids is None and embeds is None:
         return None
-    return torch.full(tokens.shape[:2], value, dtype=torch.bool, device=tokens.device)
+    *size, length = embeds.shape[:-1] if ids is None else ids.shape
+    device = (embeds if ids is None else ids).device
+    return torch.full((math.prod(size), length), value, dtype=torch.bool, device=device)
 
 
 class QuestionAnsweringHead(TaskHead):
@@ -98,6 +122,49 @@ class QuestionAnsweringHead(TaskHead):
 # --- heads with a vocabulary ----------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
+class VocabularyParts:
+    """decoder(norm(activation(dense(x)))): the modules of a masked-LM head.
+
+    Attributes:
+        dense: C to E. activation: module or function. norm: LayerNorm of E. decoder: E to V.
+        containers: modules around them whose forward is not called, with their exact classes.
+    """
+
+    dense: nn.Module
+    activation: Callable
+    norm: nn.Module
+    decoder: nn.Module
+    containers: tuple[tuple[nn.Module, type], ...] = ()
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Every weight the scores depend on."""
+        return [p for m in (self.dense, self.norm, self.decoder) for p in m.parameters()]
+
+    def are_plain(self) -> bool:
+        """Whether the head may be fused."""
+        return (
+            all(type(m) is kind and is_unhooked(m) for m, kind in self.containers)
+            and is_plain_linear(self.dense)
+            and is_plain_norm(self.norm)
+            and gelu_form(self.activation) is not None
+            and is_plain_linear(self.decoder)
+            and all(map(is_ordinary, self.parameters()))
+        )
+
+    def transform(self, rows: torch.Tensor) -> torch.Tensor:
+        """`(P, E)` of hidden rows `(P, C)`, fused."""
+        dense = self.dense
+        activated = linear_gelu(
+            rows, dense.weight, dense.bias, approximate=gelu_form(self.activation)
+        )
+        return add_norm(activated, None, None, self.norm, 0, None)
+
+    def scores(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(..., V)` of hidden states `(..., C)`, by calling the modules."""
+        return self.decoder(self.norm(self.activation(self.dense(hidden_states))))
+
+
 class VocabularyHead(Head):
     """What the heads with a vocabulary share: loss from labelled rows, logits when read.
 
@@ -109,27 +176,31 @@ class VocabularyHead(Head):
     sparse_prediction = False
     sparse_pred_ignore_index = IGNORE_INDEX
 
-    # --- what differs between families
+    # --- what differs between families: the parts, or where a head is not of them, the rest
 
-    def decoder_layer(self) -> nn.Module:
-        """The Linear from features to the vocabulary."""
+    def vocabulary_parts(self) -> VocabularyParts:
+        """The modules of the family's masked-LM head."""
         raise NotImplementedError
 
     def scores_by_modules(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(..., V)` of hidden states `(..., C)`, by calling the head's modules."""
-        raise NotImplementedError
+        return self.vocabulary_parts().scores(hidden_states)
+
+    def decoder_layer(self) -> nn.Module:
+        """The Linear from features to the vocabulary."""
+        return self.vocabulary_parts().decoder
 
     def is_plain_head(self) -> bool:
         """Whether the head's modules are exactly what the ops compute."""
-        raise NotImplementedError
+        return self.vocabulary_parts().are_plain()
 
     def transform(self, rows: torch.Tensor) -> torch.Tensor:
         """What the decoder of a plain head reads, of hidden rows `(P, C)`."""
-        raise NotImplementedError
+        return self.vocabulary_parts().transform(rows)
 
     def head_parameters(self) -> Iterable[torch.Tensor]:
         """All weights that the logits depend on behind the model."""
-        raise NotImplementedError
+        return self.vocabulary_parts().parameters()
 
     # --- what they share
 
@@ -253,5 +324,56 @@ class MaskedLMHead(VocabularyHead):
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+        )
+        return result if return_dict else result.to_tuple()
+
+
+class PreTrainingHead(VocabularyHead):
+    """Masked language modelling and a question about the pair of texts: next sentence, order.
+
+    As `MaskedLMHead`; the loss is given when both `labels` and the pair's labels are.
+
+    Attributes:
+        pair_labels: name of the argument with the pair's labels `(B,)`.
+        pair_logits: name of the output with its logits `(B, 2)`.
+        output_type: transformers' output. lazy_output_type: the same with lazy logits.
+    """
+
+    pair_labels: str
+    pair_logits: str
+    output_type: type
+    lazy_output_type: type
+
+    def score_pairs(self, pooled: torch.Tensor) -> torch.Tensor:
+        """`(B, 2)` logits of `pooler_output` `(B, C)`."""
+        raise NotImplementedError
+
+    def forward(self, **inputs):
+        if self.plain_forward():
+            return super().forward(**{k: v for k, v in inputs.items() if k not in HEAD_KEYWORDS})
+        labels = inputs.pop("labels", None)
+        label_rows = inputs.pop("label_rows", None)
+        pair_labels = inputs.pop(self.pair_labels, None)
+        num_items_in_batch = inputs.pop("num_items_in_batch", None)
+        return_logits = inputs.pop("return_logits", True)
+        return_dict = pop_return_dict(self.config, inputs)
+        has_loss = labels is not None and pair_labels is not None
+        labels = labels if has_loss else None
+        outputs = self.run_model(inputs, labels, label_rows)
+        with own_linears(self):
+            pair_logits = self.score_pairs(outputs.pooler_output)
+        loss, logits = self.score(outputs, labels, label_rows, num_items_in_batch, return_logits)
+        if has_loss:
+            pairs = nn.functional.cross_entropy(
+                pair_logits.view(-1, 2).float(), pair_labels.view(-1)
+            )
+            loss = loss + rescaled_loss(pairs, labels, num_items_in_batch)
+        kind = self.lazy_output_type if isinstance(logits, LazyLogits) else self.output_type
+        result = kind(
+            loss=loss,
+            prediction_logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            **{self.pair_logits: pair_logits},
         )
         return result if return_dict else result.to_tuple()

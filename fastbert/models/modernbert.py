@@ -20,33 +20,29 @@ from fastbert.cache import CachesWeights
 from fastbert.encoder import (
     add_norm,
     dropout_p,
-    is_ordinary,
     is_plain_dropout,
-    is_plain_linear,
     is_plain_norm,
     is_unhooked,
 )
 from fastbert.encoder_prenorm import PreNormLayerSpec, Rotation, pre_norm_layer
-from fastbert.models.accelerate import register_conversions
+from fastbert.models.accelerate import register_family
+from fastbert.models.embedding import embed_rows
 from fastbert.models.heads import (
     MaskedLMHead,
     QuestionAnsweringHead,
     TaskHead,
     TokenClassificationHead,
+    VocabularyParts,
     positions_like,
 )
 from fastbert.models.inputs import check_ids, check_tensors
 from fastbert.models.packed import (
     additive_mask,
     gelu_form,
-    is_plain_table,
     one_row,
     packed_by_caller,
 )
 from fastbert.models.packed_model import PackedModel, tokens_of
-from fastbert.models.signature import transformers_signature
-from fastbert.ops.embed_layer_norm import embed_layer_norm
-from fastbert.ops.linear_gelu import linear_gelu
 from fastbert.ops.philox import draw_rng_state
 from fastbert.padding import (
     PackedBatch,
@@ -54,7 +50,6 @@ from fastbert.padding import (
     restarting_positions,
     rows_are_neighbours,
 )
-from fastbert.reference.philox import SITE_EMBEDDING
 
 SLIDING = "sliding_attention"
 
@@ -262,30 +257,15 @@ class ModernBertModel(PackedModel, transformers.ModernBertModel):
                 input_ids=None if input_ids is None else input_ids[None],
                 inputs_embeds=None if inputs_embeds is None else inputs_embeds[None],
             )[0]
-        if inputs_embeds is None and not is_plain_table(words):
-            # Adapters and transformers' input hook for checkpointing sit here.
-            inputs_embeds, input_ids = words(input_ids), None
-        # Token types and positions are no part of it: one row of zeros stands for each table. Two
-        # of each, since Dynamo takes no tensor twice.
-        values = words.weight if inputs_embeds is None else inputs_embeds
-        kinds, places = values.new_zeros(2, batch.num_rows, dtype=torch.int64)
-        no_kind, no_place = values.new_zeros(2, 1, values.shape[-1])
-        p = dropout_p(embeddings.drop)
-        return embed_layer_norm(
+        return embed_rows(
+            words,
             input_ids,
-            kinds,
-            places,
-            None if input_ids is None else words.weight,
-            no_kind,
-            no_place,
-            embeddings.norm.weight,
-            embeddings.norm.bias,
-            eps=embeddings.norm.eps,
-            inputs_embeds=inputs_embeds,
-            padding_idx=getattr(words, "padding_idx", None),
-            dropout_p=p,
-            site=SITE_EMBEDDING,
-            rng_state=rng_state if p > 0 else None,
+            inputs_embeds,
+            token_types=None,
+            positions=None,
+            norm=embeddings.norm,
+            dropout=embeddings.drop,
+            rng_state=rng_state,
         )
 
     def _rotations(self, batch, position_ids, device) -> dict[str, Rotation]:
@@ -320,33 +300,18 @@ class ModernBertForMaskedLM(MaskedLMHead, transformers.ModernBertForMaskedLM):
     `config.sparse_prediction` and labels, `logits` are `(P, V)`, of the labelled rows alone.
     """
 
-    def decoder_layer(self):
-        return self.decoder
+    def vocabulary_parts(self):
+        head = self.head
+        return VocabularyParts(
+            dense=head.dense,
+            activation=head.act,
+            norm=head.norm,
+            decoder=self.decoder,
+            containers=((head, modeling.ModernBertPredictionHead),),
+        )
 
     def scores_by_modules(self, hidden_states):
         return self.decoder(self.head(hidden_states))
-
-    def is_plain_head(self):
-        head = self.head
-        return (
-            type(head) is modeling.ModernBertPredictionHead
-            and is_unhooked(head)
-            and is_plain_linear(head.dense)
-            and is_plain_norm(head.norm)
-            and gelu_form(head.act) is not None
-            and is_plain_linear(self.decoder)
-            and all(map(is_ordinary, self.head_parameters()))
-        )
-
-    def transform(self, rows):
-        dense = self.head.dense
-        activated = linear_gelu(
-            rows, dense.weight, dense.bias, approximate=gelu_form(self.head.act)
-        )
-        return add_norm(activated, None, None, self.head.norm, 0, None)
-
-    def head_parameters(self):
-        return (*self.head.parameters(), *self.decoder.parameters())
 
 
 class _OneTextARow(TaskHead):
@@ -401,6 +366,4 @@ HEADS = (
     ModernBertForQuestionAnswering,
     ModernBertForMultipleChoice,
 )
-for _class in (ModernBertModel, *HEADS):
-    _class.forward = transformers_signature(getattr(transformers, _class.__name__))(_class.forward)
-register_conversions(ModernBertEncoderLayer, ModernBertModel, *HEADS)
+register_family(ModernBertEncoderLayer, ModernBertModel, *HEADS)

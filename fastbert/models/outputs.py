@@ -140,7 +140,7 @@ class LazyLogits(torch.Tensor):
         return repr(self.materialize())
 
 
-class _LazyFields:
+class LazyFields:
     """Ordinary tensors at every access by name, index or tuple, once the object is built."""
 
     def __post_init__(self):
@@ -170,11 +170,11 @@ def _ordinary(value):
 
 
 @dataclasses.dataclass
-class LazyMaskedLMOutput(_LazyFields, MaskedLMOutput):
+class LazyMaskedLMOutput(LazyFields, MaskedLMOutput):
     """transformers' `MaskedLMOutput` whose logits are computed when first read."""
 
 
 @dataclasses.dataclass
-class LazyPreTrainingOutput(_LazyFields, BertForPreTrainingOutput):
+class LazyPreTrainingOutput(LazyFields, BertForPreTrainingOutput):
     """transformers' `BertForPreTrainingOutput` whose prediction_logits are computed when first
     read."""

@@ -39,13 +39,21 @@ PACKED_KEYWORDS = {
     "required_rows",
     "keep_rows",
     "pooled_rows",
+    "first_only",
     "last_layer_rows",
     "cu_seq_lens_q",
     "cu_seq_lens_k",
     "max_length_q",
     "max_length_k",
 }
-OUR_KEYWORDS = {"rng_state", "required_rows", "keep_rows", "pooled_rows", "last_layer_rows"}
+OUR_KEYWORDS = {
+    "rng_state",
+    "required_rows",
+    "keep_rows",
+    "pooled_rows",
+    "first_only",
+    "last_layer_rows",
+}
 HEAD_KEYWORDS = {"return_logits", "num_items_in_batch", "label_rows"}
 # transformers' attentions that read cu_seq_lens_q themselves.
 PACKED_ATTENTION = {"flash_attention_2", "flash_attention_3"}

@@ -59,6 +59,21 @@ class PackedModel(CachesWeights):
         """What about the modules around the layers keeps the model from packed rows."""
         raise NotImplementedError
 
+    @property
+    def first_position(self) -> int:
+        """Position id of a text's first token."""
+        return 0
+
+    def packed_positions(self, input_ids, cu_seqlens: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Position ids `(1, T)` of packed input where the caller gave none.
+
+        Args:
+            input_ids: `(1, T)`, or None where embeddings were given.
+            cu_seqlens: `(B+1,)`, first row of each sequence.
+            num_rows: T.
+        """
+        return restarting_positions(cu_seqlens, num_rows)
+
     def masks_per_query(self, together: torch.Tensor):
         """What transformers' forward takes for `(1, 1, T, T)` bool, True where rows of one
         sequence meet."""
@@ -124,7 +139,8 @@ class PackedModel(CachesWeights):
         starts = kwargs.get("cu_seq_lens_q")
         if starts is not None and tokens is not None:
             if inputs["position_ids"] is None:
-                inputs = {**inputs, "position_ids": restarting_positions(starts, tokens.shape[1])}
+                positions = self.packed_positions(inputs["input_ids"], starts, tokens.shape[1])
+                inputs = {**inputs, "position_ids": positions}
             if self.config._attn_implementation not in PACKED_ATTENTION:
                 # transformers' attention would let the sequences of the row see each other.
                 mask = self.masks_per_query(block_mask(starts, mask, tokens))
@@ -138,6 +154,8 @@ class PackedModel(CachesWeights):
             mask = additive_mask(mask, self.dtype)
         elif is_checkable_mask(mask, tokens, kwargs):
             check_mask_shape("attention_mask", mask, *tokens.shape[:2])
+        # A family without token types has no argument for them.
+        inputs = {name: value for name, value in inputs.items() if value is not None}
         wanted = self._wants_attentions(kwargs)
         with eager_attention(self.config) if wanted else contextlib.nullcontext():
             return super().forward(attention_mask=mask, **inputs, **kwargs)
@@ -150,13 +168,24 @@ class PackedModel(CachesWeights):
             return getattr(self.config, "output_hidden_states", False)
         return output_hidden_states
 
-    def finished(self, outputs, batch: PackedBatch, return_dict: bool | None):
-        """The outputs of the packed forward as the caller wants them: padded, maybe a tuple."""
+    def finished(
+        self, outputs, batch: PackedBatch, return_dict: bool | None, *, first_only: bool = False
+    ):
+        """The outputs of the packed forward as the caller wants them: padded, maybe a tuple.
+
+        Args:
+            outputs: of the packed forward.
+            batch: where its rows come from.
+            return_dict: as given.
+            first_only: their last_hidden_state is not of all rows, which they keep beside it.
+        """
         if outputs.get("hidden_states") is not None:
             states = outputs.hidden_states
             padded = [None if h is None else batch.pad(h) for h in states[:-1]]
-            last = None if states[-1] is None else outputs.last_hidden_state
-            outputs.hidden_states = (*padded, last)
+            last = outputs.last_hidden_state
+            if first_only:
+                last = batch.pad(outputs.__dict__["packed"][1])
+            outputs.hidden_states = (*padded, None if states[-1] is None else last)
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)
         return outputs if return_dict else outputs.to_tuple()

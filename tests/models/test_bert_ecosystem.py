@@ -253,7 +253,7 @@ def test_what_cannot_be_packed_runs_transformers_and_says_so(caplog):
         pass
 
     ours.encoder.layer[0].attention.self.__class__ = Attention
-    fastbert.models.bert.dispatch._logged.clear()
+    fastbert.dispatch._logged.clear()
     with caplog.at_level("INFO", logger="fastbert"), torch.no_grad():
         for _ in range(2):
             actual = ours(**inputs).last_hidden_state

@@ -50,7 +50,7 @@ def test_last_layer_subset_trains_alike(settings, tmp_path):
     for flag in (False, True):
         run = tmp_path / str(flag)
         config = config_from({**settings, "output": str(run), "last_layer_subset": flag})
-        with mock.patch("fastbert.models.bert.query_rows", wraps=query_rows) as limited:
+        with mock.patch("fastbert.models.post_norm.query_rows", wraps=query_rows) as limited:
             assert pretrain(config).finished
         assert limited.called == flag
         losses[flag] = [r["loss"] for r in read_records(run / METRICS) if "loss" in r]
