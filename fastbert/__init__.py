@@ -8,6 +8,14 @@ import importlib
 
 __version__ = "0.1.0"
 
+_MODEL_AND_TASKS = (
+    "Model",
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+)
 _EXPORTS = {
     "Embedder": "fastbert.embedder",
     "GraphedForward": "fastbert.graphed_forward",
@@ -40,6 +48,11 @@ _EXPORTS = {
         ),
         "fastbert.models.modernbert",
     ),
+    **{
+        f"{prefix}{name}": "fastbert.models.roberta"
+        for prefix in ("Roberta", "XLMRoberta", "Camembert")
+        for name in _MODEL_AND_TASKS
+    },
     **dict.fromkeys(
         ("DataCollatorForLanguageModeling", "DataCollatorForWholeWordMask"),
         "fastbert.data.collators",

@@ -29,7 +29,8 @@ def register_family(layer: type, *models: type) -> None:
 def load_families() -> None:
     """Imports every family's adapter, which registers its conversions."""
     import fastbert.models.bert
-    import fastbert.models.modernbert  # noqa: F401
+    import fastbert.models.modernbert
+    import fastbert.models.roberta  # noqa: F401
 
 
 def accelerate(model: nn.Module) -> nn.Module:

@@ -21,15 +21,21 @@ def noncontiguous(x: torch.Tensor) -> torch.Tensor:
 
 
 def padded_batch(
-    lengths: Sequence[int], vocab_size: int, *, side: str = "right", seed: int = 0
+    lengths: Sequence[int],
+    vocab_size: int,
+    *,
+    side: str = "right",
+    seed: int = 0,
+    pad_token_id: int = 0,
 ) -> dict[str, torch.Tensor]:
     """`(B, S)` input_ids, attention_mask, token_type_ids; S is the longest length.
 
     Args:
         lengths: real tokens per row.
-        vocab_size: ids are drawn from 1 to vocab_size - 1, padding is 0.
+        vocab_size: ids are drawn from 1 to vocab_size - 1.
         side: `right`, `left`, or `holes` for padding at random places.
         seed: of everything drawn.
+        pad_token_id: id of padding; one that is not 0 stands in texts too.
     """
     generator = torch.Generator().manual_seed(seed)
     size, longest = len(lengths), max(lengths)
@@ -43,7 +49,8 @@ def padded_batch(
             mask[row, longest - length :] = 1
         else:
             mask[row, torch.randperm(longest, generator=generator)[:length]] = 1
-    return {"input_ids": ids * mask, "attention_mask": mask, "token_type_ids": types}
+    ids = ids.masked_fill(mask == 0, pad_token_id)
+    return {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
 
 
 def small_bert_config(**overrides) -> transformers.BertConfig:
@@ -77,3 +84,22 @@ def small_modernbert_config(**overrides) -> transformers.ModernBertConfig:
         **dict.fromkeys(("eos_token_id", "sep_token_id"), 2),
     }
     return transformers.ModernBertConfig(**{**settings, **overrides})
+
+
+def small_config(family: str, **overrides) -> transformers.PreTrainedConfig:
+    """A model of 2 layers, 64 features, 4 heads, 99 tokens, 64 positions; anything overridable.
+
+    Args:
+        family: prefix of its class names, as "Roberta".
+        overrides: of the configuration's fields.
+    """
+    settings = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "vocab_size": 99,
+        "max_position_embeddings": 64,
+        "num_labels": 3,
+    }
+    return getattr(transformers, f"{family}Config")(**{**settings, **overrides})

@@ -8,24 +8,28 @@ import transformers
 import fastbert
 from fastbert import dispatch
 
-HEADS = (
-    "BertForMaskedLM",
-    "BertForPreTraining",
-    "BertForNextSentencePrediction",
-    "BertForSequenceClassification",
-    "BertForTokenClassification",
-    "BertForQuestionAnswering",
-    "BertForMultipleChoice",
+TASKS = (
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
 )
+FAMILIES = {
+    "Bert": (*TASKS, "ForPreTraining", "ForNextSentencePrediction"),
+    "ModernBert": TASKS,
+    "Roberta": TASKS,
+    "XLMRoberta": TASKS,
+    "Camembert": TASKS,
+}
+"""Prefixes of the class names, and what stands behind them."""
+HEADS = tuple(f"Bert{task}" for task in FAMILIES["Bert"])
+MODERNBERT_HEADS = tuple(f"ModernBert{task}" for task in FAMILIES["ModernBert"])
 
 
-MODERNBERT_HEADS = (
-    "ModernBertForMaskedLM",
-    "ModernBertForSequenceClassification",
-    "ModernBertForTokenClassification",
-    "ModernBertForQuestionAnswering",
-    "ModernBertForMultipleChoice",
-)
+def family_of(name: str) -> str:
+    """The key of FAMILIES for the class `name`."""
+    return next(f for f in FAMILIES if name.removeprefix(f) in ("Model", *FAMILIES[f]))
 
 
 def lively_(model: torch.nn.Module, seed: int) -> None:
@@ -90,25 +94,30 @@ def head_inputs(
         return torch.randint(high, shape, generator=generator)
 
     inputs = {k: batch[k] for k in ("input_ids", "attention_mask", "token_type_ids")}
-    if name.startswith("ModernBert"):
+    family, task = family_of(name), name.removeprefix(family_of(name))
+    if family in ("ModernBert", "DistilBert"):
         del inputs["token_type_ids"]
-    if name.endswith(("ForMaskedLM", "ForPreTraining")):
+    if name == "ElectraForPreTraining":
+        inputs["labels"] = classes(2, size, length)
+    elif task in ("ForMaskedLM", "ForPreTraining"):
         chosen = (torch.rand(ids.shape, generator=generator) < 0.3) & (mask != 0)
         chosen.view(-1)[mask.reshape(-1).nonzero()[0]] = True
         inputs["labels"] = ids.masked_fill(~chosen, -100)
     if name == "BertForPreTraining":
         inputs["next_sentence_label"] = classes(2, size)
-    if name == "BertForNextSentencePrediction":
+    if name == "AlbertForPreTraining":
+        inputs["sentence_order_label"] = classes(2, size)
+    if task == "ForNextSentencePrediction":
         inputs["labels"] = classes(2, size)
-    if name.endswith("ForSequenceClassification"):
+    if task == "ForSequenceClassification":
         inputs["labels"] = classes(config.num_labels, size)
-    if name.endswith("ForTokenClassification"):
+    if task == "ForTokenClassification":
         labels = classes(config.num_labels, size, length)
         inputs["labels"] = labels.masked_fill(mask == 0, -100)
-    if name.endswith("ForQuestionAnswering"):
+    if task == "ForQuestionAnswering":
         inputs["start_positions"] = classes(length, size)
         inputs["end_positions"] = classes(length, size)
-    if name.endswith("ForMultipleChoice"):
+    if task == "ForMultipleChoice":
         inputs = {k: v.view(size // 2, 2, length) for k, v in inputs.items()}
         inputs["labels"] = classes(2, size // 2)
     return inputs

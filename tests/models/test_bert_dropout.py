@@ -7,10 +7,10 @@ import torch
 
 from fastbert import use_backend
 from fastbert.dispatch import OPS, not_supported_reasons
-from fastbert.ops.philox import row_keep_mask, score_keep_mask
 from fastbert.reference.philox import SITE_EMBEDDING
 from fastbert.testing.compare import assert_bitwise_equal, compare_gradients
 from fastbert.testing.counters import assert_ran
+from fastbert.testing.dropout import StreamDropout, stream_attention_dropout
 from fastbert.testing.inputs import padded_batch, small_bert_config
 from fastbert.testing.memory import saved_bytes
 from fastbert.testing.models import assert_packed, gradients, head_inputs, model_pair
@@ -63,22 +63,7 @@ def test_dropout_is_the_same_in_every_backend(dtype):
             )
 
 
-class _Masks(torch.nn.Module):
-    """A dropout module that multiplies by the stream's mask, for transformers' model."""
-
-    def __init__(self, rng_state, site, p):
-        super().__init__()
-        self.rng_state, self.site, self.p = rng_state, site, p
-
-    def forward(self, x):
-        keep = row_keep_mask(
-            self.rng_state, x[..., 0].numel(), x.shape[-1], dropout_p=self.p, site=self.site
-        )
-        scale = 65536 / (65536 - int(self.p * 65536 + 0.5))
-        return torch.where(keep.view_as(x), x, 0) * scale
-
-
-def test_dropout_is_where_transformers_has_it(monkeypatch):
+def test_dropout_is_where_transformers_has_it():
     """transformers' own model with our masks in place of its dropouts: equal loss and gradients.
 
     On a batch without padding a packed row is a padded row, so the masks fit both.
@@ -90,24 +75,13 @@ def test_dropout_is_where_transformers_has_it(monkeypatch):
     batch = padded_batch((8, 8, 8), config.vocab_size, seed=2)
     inputs = head_inputs("BertForMaskedLM", batch, config)
     rng_state = torch.tensor([99, 3])
-    theirs.bert.embeddings.dropout = _Masks(rng_state, SITE_EMBEDDING, p)
+    theirs.bert.embeddings.dropout = StreamDropout(rng_state, [SITE_EMBEDDING], p)
     for index, layer in enumerate(theirs.bert.encoder.layer):
-        layer.attention.output.dropout = _Masks(rng_state, 8 * index + 1, p)
-        layer.output.dropout = _Masks(rng_state, 8 * index + 2, p)
-
-    def dropout(x, p=0.5, training=True, inplace=False):
-        assert x.dim() == 4
-        layer = next(calls)
-        keep = score_keep_mask(
-            rng_state, torch.arange(3), x.shape[1], 8, 8, dropout_p=p, site=8 * layer
-        )
-        return torch.where(keep, x, 0) * (65536 / (65536 - int(p * 65536 + 0.5)))
-
-    calls = iter(range(config.num_hidden_layers))
+        layer.attention.output.dropout = StreamDropout(rng_state, [8 * index + 1], p)
+        layer.output.dropout = StreamDropout(rng_state, [8 * index + 2], p)
     with assert_packed():
         mine = ours(**inputs, rng_state=rng_state)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.nn.functional, "dropout", dropout)
+    with stream_attention_dropout(rng_state, config.num_hidden_layers):
         expected = theirs(**inputs)
     torch.testing.assert_close(mine.loss, expected.loss, rtol=1e-5, atol=1e-5)
     mine.loss.backward()

@@ -4,66 +4,17 @@ The oracle is transformers in float64; our error may be twice that of transforme
 under test (fastbert.testing.compare).
 """
 
-import copy
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fastbert.testing.compare import assert_close_to_oracle, compare_gradients
 from fastbert.testing.inputs import padded_batch, small_bert_config
-from fastbert.testing.models import HEADS, assert_packed, gradients, head_inputs, model_pair
+from fastbert.testing.models import HEADS, assert_packed, head_inputs, model_pair
+from fastbert.testing.parity import check_parity
 
 LENGTHS = (9, 1, 16, 5)
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-
-def _double(model):
-    return copy.deepcopy(model).double()
-
-
-def _run(model, inputs, autocast=None):
-    kind = torch.bfloat16 if autocast is None else autocast
-    with torch.autocast("cpu", kind, enabled=autocast is not None):
-        return model(**inputs)
-
-
-def _fields(outputs, mask):
-    """Named float outputs at real positions (everything, where an output has no positions)."""
-    named = {}
-    for key, value in outputs.items():
-        if torch.is_tensor(value):
-            per_token = value.dim() > 1 and value.shape[:2] == mask.shape
-            named[key] = value[mask != 0] if per_token else value
-    return named
-
-
-def _check(ours, theirs, inputs, autocast=None):
-    mask = inputs["attention_mask"].view(-1, inputs["attention_mask"].shape[-1])
-    oracle_model = _double(theirs)
-    with assert_packed():
-        actual = _run(ours, inputs, autocast)
-    same = _run(theirs, inputs, autocast)
-    oracle = oracle_model(**inputs)
-    expected, plain = _fields(oracle, mask), _fields(same, mask)
-    for name, value in _fields(actual, mask).items():
-        if name == "loss" and value.dtype != plain[name].dtype:
-            value = value.to(plain[name].dtype)
-        assert_close_to_oracle(
-            value, expected[name], plain[name], name, op="model", compute_dtype=autocast
-        )
-    if actual.get("loss") is None:
-        return
-    for outputs in (actual, same, oracle):
-        outputs.loss.backward()
-    compare_gradients(
-        gradients(ours),
-        gradients(oracle_model),
-        gradients(theirs),
-        op="model",
-        compute_dtype=autocast,
-    )
 
 
 @pytest.mark.parametrize("side", ["right", "left", "holes"])
@@ -73,7 +24,7 @@ def test_heads_match_in_training(name, side):
     ours, theirs = model_pair(name, config)
     ours.train(), theirs.train()
     batch = padded_batch(LENGTHS, config.vocab_size, side=side, seed=5)
-    _check(ours, theirs, head_inputs(name, batch, config))
+    check_parity(ours, theirs, head_inputs(name, batch, config))
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -81,7 +32,7 @@ def test_heads_match_in_eval(name):
     config = small_bert_config()
     ours, theirs = model_pair(name, config)
     batch = padded_batch(LENGTHS, config.vocab_size, seed=6)
-    _check(ours, theirs, head_inputs(name, batch, config))
+    check_parity(ours, theirs, head_inputs(name, batch, config))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +52,7 @@ def test_widths_and_activations(overrides):
     ours, theirs = model_pair("BertForMaskedLM", config)
     ours.train(), theirs.train()
     batch = padded_batch(LENGTHS, config.vocab_size, seed=7)
-    _check(ours, theirs, head_inputs("BertForMaskedLM", batch, config))
+    check_parity(ours, theirs, head_inputs("BertForMaskedLM", batch, config))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -112,7 +63,7 @@ def test_half_precision(name, dtype):
     ours.train(), theirs.train()
     batch = padded_batch(LENGTHS, config.vocab_size, seed=8)
     inputs = head_inputs(name, batch, config)
-    _check(ours, theirs, inputs)
+    check_parity(ours, theirs, inputs)
     with torch.no_grad():
         mine, reference = ours.bert(inputs["input_ids"]), theirs.bert(inputs["input_ids"])
     assert mine.last_hidden_state.dtype == reference.last_hidden_state.dtype == dtype
@@ -125,12 +76,12 @@ def test_autocast(name):
     ours.train(), theirs.train()
     batch = padded_batch(LENGTHS, config.vocab_size, seed=9)
     inputs = head_inputs(name, batch, config)
-    _check(ours, theirs, inputs, autocast=torch.bfloat16)
+    check_parity(ours, theirs, inputs, autocast=torch.bfloat16)
     assert {p.grad.dtype for p in ours.parameters() if p.grad is not None} == {torch.float32}
     for model in (ours, theirs):
         model.zero_grad()
-    with torch.no_grad():
-        mine, reference = (_run(m, inputs, torch.bfloat16) for m in (ours.eval(), theirs.eval()))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        mine, reference = (model.eval()(**inputs) for model in (ours, theirs))
     assert [mine[k].dtype for k in reference if k != "loss"] == [
         reference[k].dtype for k in reference if k != "loss"
     ]
@@ -149,7 +100,7 @@ def test_any_shape(lengths, extra, side, seed):
     batch = padded_batch(lengths, config.vocab_size, side=side, seed=seed)
     padding = torch.zeros(len(lengths), extra, dtype=torch.long)
     batch = {k: torch.cat([v, padding], 1) for k, v in batch.items()}
-    _check(ours, theirs, head_inputs("BertForMaskedLM", batch, config, seed))
+    check_parity(ours, theirs, head_inputs("BertForMaskedLM", batch, config, seed))
 
 
 def test_real_checkpoint(real_checkpoint):

@@ -5,7 +5,6 @@ under test (fastbert.testing.compare). Both by sdpa: eager softmaxes in fp32, wh
 are infinite, and gives padding beyond every window the mean of all keys, padding among them.
 """
 
-import copy
 import functools
 
 import pytest
@@ -13,16 +12,15 @@ import torch
 import transformers
 
 import fastbert
-from fastbert.dispatch import counters
-from fastbert.ops.philox import row_keep_mask, score_keep_mask
 from fastbert.padding import pack
 from fastbert.reference.philox import SITE_EMBEDDING
 from fastbert.testing import models
-from fastbert.testing.compare import assert_close_to_oracle, compare_gradients
-from fastbert.testing.counters import assert_ran
+from fastbert.testing.compare import compare_gradients
+from fastbert.testing.dropout import StreamDropout, stream_attention_dropout
 from fastbert.testing.inputs import padded_batch, small_modernbert_config
 from fastbert.testing.memory import saved_bytes
 from fastbert.testing.models import MODERNBERT_HEADS, assert_packed, gradients, head_inputs
+from fastbert.testing.parity import check_parity
 
 # Longer than the window reaches, one token, shorter.
 LENGTHS = (19, 1, 16, 5)
@@ -35,47 +33,7 @@ def _batch(name, config, lengths=LENGTHS, side="right", seed=1):
     return head_inputs(name, padded_batch(lengths, config.vocab_size, side=side, seed=seed), config)
 
 
-def _fields(outputs, mask):
-    """Named float outputs at real positions (everything, where an output has no positions)."""
-    named = {}
-    for key, value in outputs.items():
-        if torch.is_tensor(value):
-            per_token = value.dim() > 1 and value.shape[:2] == mask.shape
-            named[key] = value[mask != 0] if per_token else value
-    return named
-
-
-def _check(ours, theirs, inputs, *, autocast=None, packed=True):
-    mask = inputs["attention_mask"].view(-1, inputs["attention_mask"].shape[-1])
-    oracle_model = copy.deepcopy(theirs).double()
-    with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
-        if packed:
-            with assert_packed(COUNTER), assert_ran("rotary"), assert_ran("geglu_fwd"):
-                actual = ours(**inputs)
-        else:
-            before = counters()
-            actual = ours(**inputs)
-            assert (counters() - before)[COUNTER, "padded"] == 1
-        same = theirs(**inputs)
-    oracle = oracle_model(**inputs)
-    expected, plain = _fields(oracle, mask), _fields(same, mask)
-    assert expected.keys() == _fields(actual, mask).keys()
-    for name, value in _fields(actual, mask).items():
-        value = value.to(plain[name].dtype) if name == "loss" else value
-        assert_close_to_oracle(
-            value, expected[name], plain[name], name, op="model", compute_dtype=autocast
-        )
-    if actual.get("loss") is None:
-        return
-    for outputs in (actual, same, oracle):
-        outputs.loss.backward()
-    compare_gradients(
-        gradients(ours),
-        gradients(oracle_model),
-        gradients(theirs),
-        op="model",
-        compute_dtype=autocast,
-    )
+_check = functools.partial(check_parity, counter=COUNTER, ops=("rotary", "geglu_fwd"))
 
 
 @pytest.mark.parametrize("name", MODERNBERT_HEADS)
@@ -259,20 +217,7 @@ def test_gradient_checkpointing_with_dropout():
         torch.testing.assert_close(results[1][name], gradient, rtol=1e-5, atol=1e-6, msg=name)
 
 
-class _Masks(torch.nn.Module):
-    """A dropout module that multiplies by the stream's mask, for transformers' model."""
-
-    def __init__(self, rng_state, site, p):
-        super().__init__()
-        self.rng_state, self.site, self.p = rng_state, site, p
-
-    def forward(self, x):
-        rows, columns = x[..., 0].numel(), x.shape[-1]
-        keep = row_keep_mask(self.rng_state, rows, columns, dropout_p=self.p, site=self.site)
-        return torch.where(keep.view_as(x), x, 0) / (1 - self.p)
-
-
-def test_dropout_is_where_transformers_has_it(monkeypatch):
+def test_dropout_is_where_transformers_has_it():
     """transformers' own model with our masks in place of its dropouts: equal loss and gradients.
 
     On a batch without padding a packed row is a padded row, so the masks fit both.
@@ -285,21 +230,13 @@ def test_dropout_is_where_transformers_has_it(monkeypatch):
     ours.train(), theirs.train()
     inputs = _batch("ModernBertForMaskedLM", config, lengths=(length,) * 3)
     rng_state = torch.tensor([99, 3])
-    theirs.model.embeddings.drop = _Masks(rng_state, SITE_EMBEDDING, p)
+    theirs.model.embeddings.drop = StreamDropout(rng_state, [SITE_EMBEDDING], p)
     for index, layer in enumerate(theirs.model.layers):
-        layer.attn.out_drop = _Masks(rng_state, 8 * index + 1, p)
-        layer.mlp.drop = _Masks(rng_state, 8 * index + 3, p)
-    layers = iter(range(config.num_hidden_layers))
-
-    def dropout(x, p=0.5, training=True, inplace=False):
-        shape = (torch.arange(3), x.shape[1], length, length)
-        keep = score_keep_mask(rng_state, *shape, dropout_p=p, site=8 * next(layers))
-        return torch.where(keep, x, 0) / (1 - p)
-
+        layer.attn.out_drop = StreamDropout(rng_state, [8 * index + 1], p)
+        layer.mlp.drop = StreamDropout(rng_state, [8 * index + 3], p)
     with assert_packed(COUNTER):
         mine = ours(**inputs, rng_state=rng_state)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.nn.functional, "dropout", dropout)
+    with stream_attention_dropout(rng_state, config.num_hidden_layers):
         expected = theirs(**inputs)
     torch.testing.assert_close(mine.loss, expected.loss, rtol=1e-5, atol=1e-5)
     mine.loss.backward()
