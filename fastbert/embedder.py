@@ -101,7 +101,7 @@ class Embedder:
         self.normalize = settings.normalize if normalize is None else normalize
         self.max_seq_length = max_seq_length or settings.max_seq_length
         if self.max_seq_length is None:
-            limit = self.model.config.max_position_embeddings
+            limit = self.model.config.max_position_embeddings - self.model.first_position
             self.max_seq_length = min(limit, tokenizer.model_max_length)
         self.truncation = truncation
         self.tokens_per_batch = tokens_per_batch
@@ -251,6 +251,7 @@ class Embedder:
             num_tokens=sum(lengths),
             num_sequences=len(ids),
             max_seqlen=max(lengths),
+            first_position=self.model.first_position,
         )
         first = packed.pop("pooled_rows")
         device = self.model.device

@@ -79,6 +79,7 @@ class GraphedForward:
             num_sequences=self._num_sequences,
             max_seqlen=self._max_seqlen,
             pad_token_id=self._pad_token_id,
+            first_position=self.model.base_model.first_position,
         )
         outputs = self._replay(batch) if self._uses_graph else self._forward(self._moved(batch))
         return type(outputs)(

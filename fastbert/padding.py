@@ -380,6 +380,7 @@ def pack(
     num_labels: int | None = None,
     max_seqlen: int | None = None,
     pad_token_id: int = 0,
+    first_position: int = 0,
     last_layer_subset: bool = False,
 ) -> dict[str, torch.Tensor | int]:
     """Sequences laid end to end in tensors whose shapes do not depend on the lengths.
@@ -399,6 +400,8 @@ def pack(
             then counts the labels itself, which waits for the device.
         max_seqlen: longest sequence allowed, part of what a graph is captured for; None: T.
         pad_token_id: input id of idle rows.
+        first_position: position id of each sequence's first token where the features have none: a
+            model's own (`model.base_model.first_position`), which RoBERTa's is not 0.
         last_layer_subset: add `last_layer_rows`, the labelled rows and the first of each sequence,
             to which the model then limits its last layer; needs num_labels.
 
@@ -431,6 +434,7 @@ def pack(
         num_labels=num_labels,
         max_seqlen=max_seqlen,
         pad_token_id=pad_token_id,
+        first_position=first_position,
         last_layer_subset=last_layer_subset,
     )
 
@@ -445,6 +449,7 @@ def pack_columns(
     num_labels: int | None = None,
     max_seqlen: int | None = None,
     pad_token_id: int = 0,
+    first_position: int = 0,
     last_layer_subset: bool = False,
 ) -> dict[str, torch.Tensor | int]:
     """`pack` for N sequences that lie end to end already.
@@ -453,8 +458,8 @@ def pack_columns(
         of_tokens: `(sum of lengths,)` integers under the names of `pack`'s features, `input_ids`
             among them. of_sequences: `(N,)` integers: `next_sentence_label`, or `labels`.
         lengths: `(N,)` tokens of each sequence.
-        num_tokens, num_sequences, num_labels, max_seqlen, pad_token_id, last_layer_subset: as in
-            `pack`.
+        num_tokens, num_sequences, num_labels, max_seqlen, pad_token_id, first_position,
+            last_layer_subset: as in `pack`.
 
     Returns, Raises: as `pack`.
     """
@@ -467,7 +472,7 @@ def pack_columns(
     firsts = cu_seqlens[: len(lengths)] = np.cumsum(lengths) - lengths
 
     fills = {"input_ids": pad_token_id, "labels": IGNORE_INDEX}
-    positions = np.arange(count) - np.repeat(firsts, lengths)
+    positions = np.arange(count) - np.repeat(firsts, lengths) + first_position
     packed = {
         name: _filled(values, num_tokens, fills.get(name, 0))[None]
         for name, values in of_tokens.items()
