@@ -53,6 +53,11 @@ _EXPORTS = {
         for prefix in ("Roberta", "XLMRoberta", "Camembert")
         for name in _MODEL_AND_TASKS
     },
+    **{f"Electra{name}": "fastbert.models.electra" for name in _MODEL_AND_TASKS},
+    "ElectraForPreTraining": "fastbert.models.electra",
+    **{f"DistilBert{name}": "fastbert.models.distilbert" for name in _MODEL_AND_TASKS},
+    **{f"Albert{name}": "fastbert.models.albert" for name in _MODEL_AND_TASKS},
+    "AlbertForPreTraining": "fastbert.models.albert",
     **dict.fromkeys(
         ("DataCollatorForLanguageModeling", "DataCollatorForWholeWordMask"),
         "fastbert.data.collators",

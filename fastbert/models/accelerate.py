@@ -28,7 +28,10 @@ def register_family(layer: type, *models: type) -> None:
 
 def load_families() -> None:
     """Imports every family's adapter, which registers its conversions."""
+    import fastbert.models.albert
     import fastbert.models.bert
+    import fastbert.models.distilbert
+    import fastbert.models.electra
     import fastbert.models.modernbert
     import fastbert.models.roberta  # noqa: F401
 

@@ -53,6 +53,24 @@ class Head(CachesWeights):
         """Whether the model below is ours; a user's own keeps transformers' head."""
         return isinstance(self.base_model, PackedModel)
 
+    def plain_forward(self) -> bool:
+        """Whether transformers' forward of the head has to run."""
+        return is_traced() or is_transformed() or not self.on_packed_model()
+
+    def scores_of_rows(self, outputs, score: Callable[[torch.Tensor], torch.Tensor]):
+        """`(B, S, V)`, `score` of each hidden state; every padded position has that of a zero
+        hidden state.
+
+        Args:
+            outputs: of a model that was told to keep its rows.
+            score: `(..., C)` to `(..., V)`.
+        """
+        batch, rows = outputs.__dict__.get("packed", (None, None))
+        if rows is None or batch.indices is None or dispatch.is_symbolic(rows):
+            return score(outputs.last_hidden_state)
+        blank = score(rows.new_zeros(1, rows.shape[-1]))
+        return batch.pad_with(score(rows), blank)
+
 
 # --- heads that keep transformers' forward --------------------------------------------------------
 
@@ -204,10 +222,6 @@ class VocabularyHead(Head):
 
     # --- what they share
 
-    def plain_forward(self) -> bool:
-        """Whether transformers' forward of the head has to run."""
-        return is_traced() or is_transformed() or not self.on_packed_model()
-
     def run_model(self, inputs: dict, labels, label_rows):
         """The model below, with labelled rows computed even where they are padding."""
         required = None
@@ -233,7 +247,7 @@ class VocabularyHead(Head):
     def score(self, outputs, labels, label_rows, num_items_in_batch, return_logits):
         """Loss and logits, each None where not asked for."""
         if labels is None:
-            return None, self._logits(outputs) if return_logits else None
+            return None, self.scores_of_rows(outputs, self._scores) if return_logits else None
         rows, labels = self._labelled_rows(outputs, labels, label_rows)
         loss = mean_loss(self._losses(rows, labels), labels, num_items_in_batch)
         return loss, self._logits_beside_loss(outputs, rows) if return_logits else None
@@ -268,14 +282,6 @@ class VocabularyHead(Head):
         scores = self.scores_by_modules(rows).float()
         return nn.functional.cross_entropy(scores, labels, reduction="none")
 
-    def _logits(self, outputs) -> torch.Tensor:
-        """`(B, S, V)` scores; every padded position has the scores of a zero hidden state."""
-        batch, rows = outputs.__dict__.get("packed", (None, None))
-        if rows is None or batch.indices is None or dispatch.is_symbolic(rows):
-            return self._scores(outputs.last_hidden_state)
-        blank = self._scores(rows.new_zeros(1, rows.shape[-1]))
-        return batch.pad_with(self._scores(rows), blank)
-
     def _scores(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(..., V)` of hidden states `(..., C)`."""
         if dispatch.is_symbolic(hidden_states) or not self.is_plain_head():
@@ -290,7 +296,9 @@ class VocabularyHead(Head):
         modules."""
 
         def compute():
-            return self._scores(rows) if self.sparse_prediction else self._logits(outputs)
+            if self.sparse_prediction:
+                return self._scores(rows)
+            return self.scores_of_rows(outputs, self._scores)
 
         hidden = outputs.last_hidden_state
         lazy = self.training and not dispatch.is_symbolic(hidden) and self.is_plain_head()

@@ -52,7 +52,7 @@ class PackedModel(CachesWeights):
     # --- what differs between families
 
     def packed_layers(self) -> Iterable[nn.Module]:
-        """The layers in the order they run."""
+        """The layers in the order they run; one may run more than once."""
         raise NotImplementedError
 
     def why_container_not_packed(self) -> str | None:
@@ -110,7 +110,7 @@ class PackedModel(CachesWeights):
         reason = self.why_container_not_packed()
         if reason is not None:
             return reason
-        for layer in self.packed_layers():
+        for layer in dict.fromkeys(self.packed_layers()):
             if not isinstance(layer, self.layer_type):
                 return f"a layer is a {type(layer).__name__}"
             reason = layer.why_not_packed()

@@ -301,7 +301,7 @@ class PostNormModel(PackedModel):
 
     def _dropout_active(self) -> bool:
         return dropout_p(self.embeddings.dropout) > 0 or any(
-            layer.dropout_active() for layer in self.packed_layers()
+            layer.dropout_active() for layer in dict.fromkeys(self.packed_layers())
         )
 
 

@@ -157,7 +157,7 @@ class XLMRobertaModel(_Model, transformers.XLMRobertaModel):
 
 
 class XLMRobertaForMaskedLM(_MaskedLM, transformers.XLMRobertaForMaskedLM):
-    """Drop-in replacement of `transformers.XLMRobertaForMaskedLM`; as `fastbert.RobertaForMaskedLM`."""
+    """Drop-in replacement of `transformers.XLMRobertaForMaskedLM`; as BERT's."""
 
     head_type = modeling_xlm_roberta.XLMRobertaLMHead
 

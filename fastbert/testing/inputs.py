@@ -86,6 +86,18 @@ def small_modernbert_config(**overrides) -> transformers.ModernBertConfig:
     return transformers.ModernBertConfig(**{**settings, **overrides})
 
 
+# ALBERT's probabilities are 0 by default.
+OF_FAMILY = {
+    "DistilBert": {"hidden_dim": 96},
+    "Electra": {"embedding_size": 24},
+    "Albert": {
+        "embedding_size": 24,
+        "hidden_dropout_prob": 0.1,
+        "attention_probs_dropout_prob": 0.1,
+    },
+}
+
+
 def small_config(family: str, **overrides) -> transformers.PreTrainedConfig:
     """A model of 2 layers, 64 features, 4 heads, 99 tokens, 64 positions; anything overridable.
 
@@ -101,5 +113,6 @@ def small_config(family: str, **overrides) -> transformers.PreTrainedConfig:
         "vocab_size": 99,
         "max_position_embeddings": 64,
         "num_labels": 3,
+        **OF_FAMILY.get(family, {}),
     }
     return getattr(transformers, f"{family}Config")(**{**settings, **overrides})

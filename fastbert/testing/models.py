@@ -21,6 +21,9 @@ FAMILIES = {
     "Roberta": TASKS,
     "XLMRoberta": TASKS,
     "Camembert": TASKS,
+    "Electra": (*TASKS, "ForPreTraining"),
+    "DistilBert": TASKS,
+    "Albert": (*TASKS, "ForPreTraining"),
 }
 """Prefixes of the class names, and what stands behind them."""
 HEADS = tuple(f"Bert{task}" for task in FAMILIES["Bert"])
@@ -66,7 +69,7 @@ def model_pair(
     """
     torch.manual_seed(seed)
     config._attn_implementation = attention
-    if name.endswith("ForQuestionAnswering"):
+    if name.endswith("ForQuestionAnswering") or name == "AlbertForPreTraining":
         config.num_labels = 2
     theirs = getattr(transformers, name)(copy.deepcopy(config), **kwargs)
     lively_(theirs, seed + 1)
