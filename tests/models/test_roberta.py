@@ -1,15 +1,39 @@
 """What RoBERTa has to itself: positions by the padding id, which every path must count alike."""
 
+import argparse
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
 
 import fastbert
-from fastbert.testing.inputs import small_config
+from fastbert.testing.compare import relative_l2
+from fastbert.testing.inputs import padded_batch, small_config
 from fastbert.testing.models import assert_packed, gradients, model_pair
 from fastbert.testing.parity import check_parity
 
 COUNTER = "roberta_model"
+ROOT = Path(__file__).resolve().parents[2]
+# fairseq's names of modules and transformers'.
+RENAMED = (
+    (r"^decoder\.sentence_encoder\.layers", "roberta.encoder.layer"),
+    (r"^decoder\.sentence_encoder\.embed_tokens", "roberta.embeddings.word_embeddings"),
+    (r"^decoder\.sentence_encoder\.embed_positions", "roberta.embeddings.position_embeddings"),
+    (r"^decoder\.sentence_encoder\.emb_layer_norm", "roberta.embeddings.LayerNorm"),
+    (r"^decoder\.lm_head\.weight", "lm_head.decoder.weight"),
+    (r"^decoder\.lm_head", "lm_head"),
+    (r"self_attn\.(q|k|v)_proj", r"attention.self.\1"),
+    (r"self_attn\.out_proj", "attention.output.dense"),
+    (r"self_attn_layer_norm", "attention.output.LayerNorm"),
+    (r"fc1", "intermediate.dense"),
+    (r"fc2", "output.dense"),
+    (r"final_layer_norm", "output.LayerNorm"),
+    (r"self\.q\.", "self.query."),
+    (r"self\.k\.", "self.key."),
+    (r"self\.v\.", "self.value."),
+)
 
 
 @pytest.mark.parametrize("pad", [0, 1, 3])
@@ -98,3 +122,36 @@ def test_no_gradient_is_lost_to_frozen_positions():
     ids = torch.randint(5, 99, (2, 9))
     ours(ids, labels=ids).loss.backward()
     assert all(g is not None for g in gradients(ours).values())
+
+
+def test_real_checkpoint():
+    """4 layers, 128 features, trained by fairseq on antibodies (sapiens)."""
+    path = ROOT / "build" / "models" / "sapiens" / "models" / "v1" / "checkpoint_vh.pt"
+    if not path.is_file():
+        pytest.skip("no sapiens; pip install --no-deps --target build/models sapiens==1.0.5")
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        weights = torch.load(path, weights_only=True, map_location="cpu")["model"]
+    for pattern, name in RENAMED:
+        weights = {re.sub(pattern, name, key): value for key, value in weights.items()}
+    weights["lm_head.decoder.bias"] = weights["lm_head.bias"]
+    weights["roberta.embeddings.token_type_embeddings.weight"] = torch.zeros(1, 128)
+    config = transformers.RobertaConfig(
+        vocab_size=25,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        intermediate_size=256,
+        max_position_embeddings=146,
+        type_vocab_size=1,
+        layer_norm_eps=1e-5,
+    )
+    ours, theirs = fastbert.RobertaForMaskedLM(config), transformers.RobertaForMaskedLM(config)
+    for model in (ours, theirs):
+        model.load_state_dict(weights)
+        model.eval()
+    batch = padded_batch((120, 97, 30), 25, pad_token_id=1, seed=3)
+    del batch["token_type_ids"]
+    with torch.no_grad(), assert_packed(COUNTER):
+        actual, expected = ours(**batch).logits, theirs(**batch).logits
+    real = batch["attention_mask"] != 0
+    assert relative_l2(actual[real], expected[real]) <= 2e-6
