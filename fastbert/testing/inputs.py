@@ -67,27 +67,13 @@ def small_bert_config(**overrides) -> transformers.BertConfig:
     return transformers.BertConfig(**{**settings, **overrides})
 
 
-def small_modernbert_config(**overrides) -> transformers.ModernBertConfig:
-    """A ModernBERT of 4 layers, the first and the last global, the others with a window of 4
-    tokens to each side; 48 features, 4 heads, 99 tokens; anything overridable."""
-    settings = {
-        "hidden_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "intermediate_size": 72,
-        "vocab_size": 99,
-        "max_position_embeddings": 128,
-        "local_attention": 8,
-        "num_labels": 3,
+# ALBERT's probabilities are 0 by default.
+OF_FAMILY = {
+    "ModernBert": {
         "pad_token_id": 0,
         **dict.fromkeys(("bos_token_id", "cls_token_id"), 1),
         **dict.fromkeys(("eos_token_id", "sep_token_id"), 2),
-    }
-    return transformers.ModernBertConfig(**{**settings, **overrides})
-
-
-# ALBERT's probabilities are 0 by default.
-OF_FAMILY = {
+    },
     "DistilBert": {"hidden_dim": 96},
     "Electra": {"embedding_size": 24},
     "Albert": {
@@ -116,3 +102,16 @@ def small_config(family: str, **overrides) -> transformers.PreTrainedConfig:
         **OF_FAMILY.get(family, {}),
     }
     return getattr(transformers, f"{family}Config")(**{**settings, **overrides})
+
+
+def small_modernbert_config(**overrides) -> transformers.ModernBertConfig:
+    """A ModernBERT of 4 layers, the first and the last global, the others with a window of 4
+    tokens to each side; 48 features, 4 heads, 99 tokens; anything overridable."""
+    settings = {
+        "hidden_size": 48,
+        "num_hidden_layers": 4,
+        "intermediate_size": 72,
+        "max_position_embeddings": 128,
+        "local_attention": 8,
+    }
+    return small_config("ModernBert", **{**settings, **overrides})

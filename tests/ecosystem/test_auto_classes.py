@@ -9,8 +9,8 @@ import transformers
 
 import fastbert
 from fastbert.models.auto_classes import _auto_classes
-from fastbert.testing.inputs import padded_batch, small_bert_config
-from fastbert.testing.models import assert_packed
+from fastbert.testing.inputs import padded_batch, small_bert_config, small_config
+from fastbert.testing.models import FAMILIES, assert_packed
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +49,12 @@ def test_every_family_is_replaced_though_none_was_imported():
     assert {"AutoModel: BertModel", "AutoModel: ModernBertModel"} <= set(replaced)
 
 
-def test_every_head_is_replaced_and_nothing_else():
-    fastbert.register_auto_classes()
-    config = small_bert_config()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_head_is_replaced_and_nothing_else(family):
+    replaced = fastbert.register_auto_classes()
+    config = small_config(family)
+    for task in ("Model", *FAMILIES[family]):
+        assert any(row.endswith(f": {family}{task}") for row in replaced)
     for auto in _auto_classes():
         if type(config) in auto._model_mapping:
             theirs = auto._model_mapping[type(config)]
