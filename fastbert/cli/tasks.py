@@ -105,7 +105,7 @@ def _prepared(context: typer.Context, command: str, more: list[tuple]):
     """The arguments, and the command on the rows; the task's settings are the options' defaults."""
     import tyro
 
-    from fastbert.tasks import Predictor, read_rows
+    from fastbert.tasks import Predictor
     from fastbert.tasks.registry import read_task
     from fastbert.tasks.tables import TaskError, read_json_lines
 
@@ -113,7 +113,8 @@ def _prepared(context: typer.Context, command: str, more: list[tuple]):
     if folder.startswith("-"):
         typer.echo(f"Usage: fastbert {command} MODEL DATA [options]\n\nMODEL --help lists them.")
         raise typer.Exit
-    settings = read_task(folder).settings
+    task = read_task(folder)
+    settings = task.settings
     arguments = make_dataclass(
         command.capitalize(),
         [
@@ -132,7 +133,9 @@ def _prepared(context: typer.Context, command: str, more: list[tuple]):
         if not rows:
             raise TaskError("standard input has no rows")
     else:
-        rows = read_rows(given.data, split=given.split)
+        beside = task.evaluation_beside(given.data)
+        default = None if beside is None else beside[1]
+        rows = task.read(given.data, split=given.split or default)
     predictor = Predictor(folder, accelerated=given.accelerated, **asdict(given.settings))
     return given, partial(
         getattr(predictor, command),

@@ -41,8 +41,9 @@ def finetune(
     Args:
         task: one of `fastbert.tasks.TASKS`.
         model: a checkpoint as `from_pretrained` takes it.
-        train, evaluation: rows, or where `read_rows` finds them. Without evaluation a tenth of the
-            training rows is held out by the seed, and the log says so.
+        train, evaluation: rows, or where `read_rows` finds them; of a GLUE task also its folder or
+            dataset, which brings both. Without evaluation a tenth of the training rows is held out
+            by the seed, and the log says so.
         output: folder to write; what `finetune` wrote there before is replaced.
         settings: the task's columns and lengths. training: the recipe.
         split, evaluation_split: where train and evaluation are names of datasets.
@@ -60,10 +61,16 @@ def finetune(
         )
     training = TrainingSettings() if training is None else training
     output = output_folder(output)
-    rows, held_out = rows_and_held_out(train, evaluation, split, evaluation_split, training.seed)
+    worker = kind(settings)
+    beside = worker.evaluation_beside(train if evaluation is None else evaluation)
+    if evaluation_split is None and beside is not None:
+        evaluation, evaluation_split = beside
+    rows, held_out = rows_and_held_out(
+        train, evaluation, split, evaluation_split, training.seed, worker.read
+    )
 
-    kind(settings).check(rows, "train", labelled=True)
-    worker = kind(settings, kind(settings).labels_of(rows))
+    worker.check(rows, "train", labelled=True)
+    worker = kind(settings, worker.labels_of(rows))
     worker.check(held_out, "evaluation", labelled=True)
 
     tokenizer = load_tokenizer(worker, model)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from fastbert.tasks.classification import Classification
+from fastbert.tasks.glue import GLUE_TASKS
 from fastbert.tasks.multiple_choice import MultipleChoice
 from fastbert.tasks.question_answering import QuestionAnswering
 from fastbert.tasks.tables import TaskError
@@ -13,18 +14,20 @@ from fastbert.tasks.token_classification import TokenClassification
 TASKS: dict[str, type[Task]] = {
     task.name: task
     for task in (Classification, TokenClassification, QuestionAnswering, MultipleChoice)
-}
+} | GLUE_TASKS
 DESCRIPTION = "fastbert_task.json"
 
 
 def task_class(name: str) -> type[Task]:
-    """
+    """The task of a name; GLUE's also as its folders are named, such as SST-2.
+
     Raises:
         TaskError: an unknown name.
     """
-    if name not in TASKS:
+    glue = name.lower().replace("-", "")
+    if name not in TASKS and glue not in GLUE_TASKS:
         raise TaskError(f"there is no task {name!r}; there are {', '.join(TASKS)}")
-    return TASKS[name]
+    return TASKS.get(name) or GLUE_TASKS[glue]
 
 
 def write_task(task: Task, folder: Path) -> None:

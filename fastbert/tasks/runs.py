@@ -49,16 +49,22 @@ def output_folder(output: str | Path) -> Path:
 
 
 def rows_and_held_out(
-    train, evaluation, split: str | None, evaluation_split: str | None, seed: int
+    train, evaluation, split: str | None, evaluation_split: str | None, seed: int, read=read_rows
 ) -> tuple[list[dict], list[dict]]:
     """Rows to train and rows to judge by.
+
+    Args:
+        train, evaluation: rows, or what `read` takes; without the latter some are held out.
+        split, evaluation_split: for `read`.
+        seed: of the choice of held-out rows.
+        read: `read_rows`, or a task's own.
 
     Raises:
         TaskError: there are none, or too few to hold some out.
     """
-    rows = _read(train, split)
+    rows = _read(train, split, read)
     if evaluation is not None:
-        return rows, _read(evaluation, evaluation_split)
+        return rows, _read(evaluation, evaluation_split, read)
     order = np.random.default_rng(seed).permutation(len(rows))
     count = max(1, round(HELD_OUT * len(rows)))
     if count >= len(rows):
@@ -67,8 +73,8 @@ def rows_and_held_out(
     return [rows[i] for i in sorted(order[count:])], [rows[i] for i in sorted(order[:count])]
 
 
-def _read(source, split) -> list[dict]:
-    rows = read_rows(source, split=split) if isinstance(source, (str, Path)) else list(source)
+def _read(source, split, read) -> list[dict]:
+    rows = read(source, split=split) if isinstance(source, (str, Path)) else list(source)
     if not rows:
         raise TaskError("there are no rows")
     return rows

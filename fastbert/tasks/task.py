@@ -6,11 +6,12 @@ A row is what a file holds; a feature is what the model sees, one or more of a r
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
-from fastbert.tasks.tables import TaskError
+from fastbert.tasks.tables import TaskError, read_rows
 
 logger = logging.getLogger("fastbert")
 
@@ -94,6 +95,14 @@ class Task:
     def __init__(self, settings: TaskSettings, labels: Sequence[str] = ()):
         self.settings = settings
         self.labels = list(labels)
+
+    def read(self, source: str | Path, *, split: str | None = None) -> list[dict]:
+        """Rows of a file or a dataset, as `read_rows`."""
+        return read_rows(source, split=split)
+
+    def evaluation_beside(self, source) -> tuple[str | Path, str] | None:
+        """Source and split of the evaluation rows of a source that holds several splits."""
+        return None
 
     def labels_of(self, rows: Sequence[dict]) -> list[str]:
         """The labels that training rows hold, sorted."""
