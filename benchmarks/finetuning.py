@@ -29,7 +29,7 @@ import transformers
 
 import fastbert
 from fastbert.tasks import (
-    PairSettings,
+    BiEncoderSettings,
     Predictor,
     TrainingSettings,
     finetune,
@@ -120,7 +120,7 @@ def measure_retrieval(data: Path, model: str, seed: int, options) -> dict[str, d
                 train,
                 test,
                 output=Path(folder) / name,
-                settings=PairSettings(max_length=256),
+                settings=BiEncoderSettings(max_length=256),
                 training=_recipe(seed, accelerated, options),
             )
             results[name] = {

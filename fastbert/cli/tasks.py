@@ -28,17 +28,16 @@ def finetune(context: typer.Context) -> None:
     with _errors_told():
         import tyro
 
-        from fastbert.tasks import TASKS, TrainingSettings
-        from fastbert.tasks import finetune as run
-        from fastbert.tasks.registry import task_class
+        from fastbert.tasks import TrainingSettings
+        from fastbert.tasks.trainings import NAMES, training_named
 
         task, *rest = context.args or ["--help"]
         if task.startswith("-"):
             typer.echo(
-                f"Usage: {FINETUNE}\n\nTASK is one of {', '.join(TASKS)}; TASK --help tells."
+                f"Usage: {FINETUNE}\n\nTASK is one of {', '.join(NAMES)}; TASK --help tells."
             )
             return
-        kind = task_class(task)
+        kind = training_named(task)
         arguments = make_dataclass(
             "Finetune",
             [
@@ -57,8 +56,7 @@ def finetune(context: typer.Context) -> None:
             ],
         )
         given = tyro.cli(arguments, prog=f"fastbert finetune {task}", args=rest)
-        result = run(
-            task,
+        result = kind.run(
             given.model,
             given.train,
             given.evaluation,

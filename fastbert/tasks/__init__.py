@@ -8,14 +8,16 @@ from fastbert.tasks.finetuning import finetune
 from fastbert.tasks.prediction import Predictor
 from fastbert.tasks.recipe import TrainingSettings
 from fastbert.tasks.registry import TASKS
-from fastbert.tasks.retrieval import PairSettings, finetune_bi_encoder, finetune_cross_encoder
+from fastbert.tasks.reranking import CrossEncoderSettings, finetune_cross_encoder
+from fastbert.tasks.retrieval import BiEncoderSettings, finetune_bi_encoder
 from fastbert.tasks.runs import Finetuned
 from fastbert.tasks.tables import TaskError, read_rows
 
 __all__ = [
     "TASKS",
+    "BiEncoderSettings",
+    "CrossEncoderSettings",
     "Finetuned",
-    "PairSettings",
     "Predictor",
     "TaskError",
     "TrainingSettings",

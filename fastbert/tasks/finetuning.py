@@ -1,6 +1,5 @@
 """Fine-tuning a model on a task of transformers' Trainer."""
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +10,8 @@ from fastbert.tasks.card import write_card
 from fastbert.tasks.models import load_model, load_tokenizer
 from fastbert.tasks.recipe import TrainingSettings, callbacks_of, optimizer_of, trainer_arguments
 from fastbert.tasks.registry import task_class, write_task
+from fastbert.tasks.resuming import Checkpoints
 from fastbert.tasks.runs import (
-    CHECKPOINTS,
     Finetuned,
     epochs_of,
     output_folder,
@@ -38,6 +37,8 @@ def finetune(
 ) -> Finetuned:
     """Fine-tunes a checkpoint and writes the best epoch's model, its task and a card.
 
+    A run that was killed goes on from its last epoch when it is called again.
+
     Args:
         task: one of `fastbert.tasks.TASKS`.
         model: a checkpoint as `from_pretrained` takes it.
@@ -49,10 +50,12 @@ def finetune(
         split, evaluation_split: where train and evaluation are names of datasets.
 
     Raises:
-        TaskError: rows, columns, labels or settings that do not fit, before anything is trained.
+        TaskError: rows, columns, labels or settings that do not fit, or output holds another run
+            that was stopped; before anything is trained.
         OSError: no such checkpoint.
     """
     kind = task_class(task)
+    task = kind.name
     settings = kind.settings_class() if settings is None else settings
     if not isinstance(settings, kind.settings_class):
         raise TaskError(
@@ -79,8 +82,9 @@ def finetune(
     limit = longest(settings, tokenizer, network.config)
     worker.settings = replace(settings, max_length=limit)
 
-    trainer = _trainer(worker, network, tokenizer, rows, held_out, output, training)
-    trained = trainer.train()
+    checkpoints = Checkpoints(output, model, worker.description(), training, rows, held_out)
+    trainer = _trainer(worker, network, tokenizer, rows, held_out, checkpoints.folder, training)
+    trained = checkpoints.train(trainer)
     metrics = plain(trainer.evaluate())
     trainer.save_model(str(output))
     write_task(worker, output)
@@ -88,23 +92,23 @@ def finetune(
         output,
         metrics,
         epochs_of(trainer.state.log_history),
-        trained.metrics["train_runtime"],
-        trained.metrics["train_samples_per_second"],
+        trained["train_runtime"],
+        trained["train_samples_per_second"],
     )
     write_metrics(result)
     write_card(worker, result, training, model, len(rows), len(held_out))
-    shutil.rmtree(trainer.args.output_dir)
+    checkpoints.remove()
     return result
 
 
-def _trainer(worker: Task, network, tokenizer, rows, held_out, output: Path, training):
+def _trainer(worker: Task, network, tokenizer, rows, held_out, folder: Path, training):
     encoded = worker.encode(rows, tokenizer, labelled=True)
     judged = worker.encode(held_out, tokenizer, labelled=True).by_length()
     return transformers.Trainer(
         model=network,
         args=trainer_arguments(
             transformers.TrainingArguments,
-            output / CHECKPOINTS,
+            folder,
             training,
             num_features=len(encoded.features),
             best=worker.best,

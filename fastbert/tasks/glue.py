@@ -110,6 +110,9 @@ class GlueTask(Classification):
 
     def __init__(self, settings: TaskSettings, labels=()):
         super().__init__(settings, labels or self.layout.labels)
+        problem = "single" if self.layout.labels else "regression"
+        if settings.problem != problem:
+            raise TaskError(f"problem of {self.name} is {problem}, got {settings.problem!r}")
 
     def labels_of(self, rows):
         return list(self.layout.labels) or super().labels_of(rows)

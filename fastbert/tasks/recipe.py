@@ -88,6 +88,7 @@ def trainer_arguments(
         load_best_model_at_end=True,
         metric_for_best_model=best,
         greater_is_better=True,
+        restore_callback_states_from_checkpoint=True,
         seed=training.seed,
         bf16=training.bf16,
         use_cpu=not torch.cuda.is_available(),

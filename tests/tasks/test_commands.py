@@ -60,8 +60,27 @@ def test_predict_from_a_file_and_from_standard_input(trained):
     assert told.stdout.splitlines() == ["label", "negative", "positive"]
 
 
+@pytest.mark.parametrize("task", ["bi-encoder", "cross-encoder"])
+def test_encoders_are_trained(checkpoint, task, tmp_path):
+    pytest.importorskip("sentence_transformers")
+    rows = [
+        {"query": f"{number} ?", "positive": f"it is {word}", "score": number % 2}
+        for number, word in enumerate(["one", "two", "six", "ten"] * 4)
+    ]
+    told = _run(
+        *("finetune", task, checkpoint, "--train", _table(tmp_path / "train.csv", rows)),
+        *("--output", tmp_path / "model", "--epochs", 1, "--no-progress", "--max-length", 16),
+        *(("--second", "positive") if task == "cross-encoder" else ("--chunk", 2)),
+    )
+    assert ("spearman" if task == "cross-encoder" else "ndcg@10") in told.stdout
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
 def test_help_lists_the_options_of_a_task():
-    assert "TASK is one of classification" in _run("finetune", "--help").stdout
+    told = _run("finetune", "--help").stdout
+    assert "TASK is one of classification" in told
+    assert "cola" in told and "cross-encoder" in told
+    assert "--loss" in _run("finetune", "cross-encoder", "--help").stdout
     told = _run("finetune", "question-answering", "--help").stdout
     assert "--max-answer-length" in told
     assert "--layer-decay" in told
@@ -70,7 +89,7 @@ def test_help_lists_the_options_of_a_task():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("finetune", "poetry", "x"), "there is no task 'poetry'"),
+        (("finetune", "poetry", "x"), "there is no task 'poetry'; there are classification"),
         (("evaluate", "MODEL", "rows.csv"), "there is no file rows.csv"),
         (("evaluate", "MODEL", "FILE", "--label", "stars"), "no column 'stars'"),
         (("evaluate", "nowhere", "rows.csv"), "has no fastbert_task.json"),

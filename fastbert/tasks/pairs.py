@@ -1,0 +1,154 @@
+"""What bi-encoders and cross-encoders share: rows of two texts, their lengths, the run."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fastbert.models.accelerate import accelerate
+from fastbert.tasks.recipe import TrainingSettings
+from fastbert.tasks.resuming import Checkpoints
+from fastbert.tasks.runs import (
+    Finetuned,
+    epochs_of,
+    output_folder,
+    rows_and_held_out,
+    write_metrics,
+)
+from fastbert.tasks.tables import TaskError, check_columns, check_texts
+
+logger = logging.getLogger("fastbert")
+
+OVERLONG = ("truncate", "refuse")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairSettings:
+    """
+    Attributes:
+        first: column of the query or the first text.
+        second: column of the passage or the second text.
+        score: column of a number.
+        max_length: tokens of a text, or of a pair.
+        overlong: of longer ones `truncate` keeps the head, and the log says of how many; `refuse`
+            raises.
+    """
+
+    first: str = "query"
+    second: str = "positive"
+    score: str | None = None
+    max_length: int = 128
+    overlong: str = "truncate"
+
+    def __post_init__(self):
+        if self.overlong not in OVERLONG:
+            raise TaskError(f"overlong must be one of {OVERLONG}, got {self.overlong!r}")
+        if self.max_length < 8:
+            raise TaskError(f"max_length must be at least 8, got {self.max_length}")
+
+
+def checked_rows(
+    sources: tuple,
+    splits: tuple,
+    output: str | Path,
+    settings: PairSettings,
+    training: TrainingSettings,
+    *,
+    bounds: tuple[float, float],
+    negative: str | None = None,
+) -> tuple[Path, list[dict], list[dict]]:
+    """The folder to write, rows to train and rows to judge by.
+
+    Args:
+        sources, splits: of training and evaluation.
+        output, settings, training: of the run.
+        bounds: what a score lies in.
+        negative: column of a third text.
+
+    Raises:
+        TaskError: what does not fit, with its row.
+    """
+    folder = output_folder(output)
+    rows, held_out = rows_and_held_out(*sources, *splits, training.seed)
+    columns = {"first": settings.first, "second": settings.second, "score": settings.score}
+    columns["negative"] = negative
+    for name, some in (("train", rows), ("evaluation", held_out)):
+        check_columns(some, columns, name)
+        check_texts(some, [settings.first, settings.second, negative], name)
+        for number, row in enumerate(some, 1):
+            if settings.score is not None and not _within(row[settings.score], bounds):
+                raise TaskError(
+                    f"{name}, row {number}: {settings.score!r} must be a number in "
+                    f"[{bounds[0]:g}, {bounds[1]:g}], got {row[settings.score]!r}"
+                )
+    return folder, rows, held_out
+
+
+def _within(value, bounds: tuple[float, float]) -> bool:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return False
+    return bool(np.isfinite(number)) and bounds[0] <= number <= bounds[1]
+
+
+def check_lengths(tokenizer, texts: Sequence, settings: PairSettings, name: str) -> None:
+    """Says how many texts, or pairs of them, are cut, or refuses them.
+
+    Raises:
+        TaskError: one is overlong and the settings refuse it.
+    """
+    # sentence-transformers has told the tokenizer to cut.
+    encoded = tokenizer(list(texts), truncation=False, verbose=False)
+    lengths = np.array([len(ids) for ids in encoded["input_ids"]])
+    overlong = np.flatnonzero(lengths > settings.max_length)
+    if not len(overlong):
+        return
+    found = (
+        f"{name}: {len(overlong)} of {len(lengths)} texts have more than {settings.max_length} "
+        f"tokens (up to {lengths.max()})"
+    )
+    if settings.overlong == "refuse":
+        raise TaskError(f"{found}; raise max_length, shorten them, or choose overlong truncate")
+    logger.warning("%s and are truncated", found)
+
+
+def device() -> str:
+    """Where sentence-transformers shall compute."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def accelerated(network, training: TrainingSettings):
+    """The sentence-transformers model with fastbert inside, unless the recipe leaves it out."""
+    return accelerate(network) if training.accelerated else network
+
+
+def run(
+    trainer, network, checkpoints: Checkpoints, settings: PairSettings, training: TrainingSettings
+) -> Finetuned:
+    """Trains, judges the best epoch and writes the model."""
+    folder = checkpoints.output
+    trained = checkpoints.train(trainer)
+    result = Finetuned(
+        folder,
+        _plain(trainer.evaluator(network)),
+        [_plain(epoch) for epoch in epochs_of(trainer.state.log_history)],
+        trained["train_runtime"],
+        trained["train_samples_per_second"],
+    )
+    network.save_pretrained(str(folder))
+    write_metrics(result, settings=asdict(settings), training=asdict(training))
+    checkpoints.remove()
+    return result
+
+
+def _plain(metrics: dict) -> dict[str, float]:
+    """Metrics under names without what is the same in all: `cosine_mrr@10`, `spearman_cosine`."""
+    return {
+        name.removeprefix("cosine_").removesuffix("_cosine"): float(value)
+        for name, value in metrics.items()
+        if name != "sequential_score"
+    }

@@ -1,0 +1,43 @@
+"""Everything `fastbert finetune` trains, by name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from fastbert.tasks.finetuning import finetune
+from fastbert.tasks.registry import TASKS, task_class
+from fastbert.tasks.reranking import CrossEncoderSettings, finetune_cross_encoder
+from fastbert.tasks.retrieval import BiEncoderSettings, finetune_bi_encoder
+from fastbert.tasks.tables import TaskError
+
+
+@dataclass(frozen=True)
+class Training:
+    """
+    Attributes:
+        settings_class: columns and lengths; all have defaults.
+        run: trains; takes what `finetune` takes behind the task.
+    """
+
+    settings_class: type
+    run: Callable
+
+
+ENCODERS = {
+    "bi-encoder": Training(BiEncoderSettings, finetune_bi_encoder),
+    "cross-encoder": Training(CrossEncoderSettings, finetune_cross_encoder),
+}
+NAMES = (*TASKS, *ENCODERS)
+
+
+def training_named(name: str) -> Training:
+    """
+    Raises:
+        TaskError: an unknown name.
+    """
+    if name in ENCODERS:
+        return ENCODERS[name]
+    try:
+        return Training(task_class(name).settings_class, partial(finetune, name))
+    except TaskError as error:
+        raise TaskError(f"{error}, {', '.join(ENCODERS)}") from error
