@@ -1,4 +1,4 @@
-"""Pretraining runs of tests: what their processes do, and what is compared of them."""
+"""Runs of tests: what their processes do, and what is compared of them."""
 
 import json
 import os
@@ -45,6 +45,17 @@ def run(settings: dict) -> None:
     """A pretraining, in one thread."""
     torch.set_num_threads(1)
     pretrain(config_from(settings))
+
+
+def finetune_rows(kind: str, base: str, rows: list[dict], output: str, training: dict) -> None:
+    """A fine-tuning, in one thread, judged by the last quarter of the rows."""
+    from fastbert.tasks import TrainingSettings
+    from fastbert.tasks.trainings import training_named
+
+    torch.set_num_threads(1)
+    first = len(rows) * 3 // 4
+    options = {"output": output, "training": TrainingSettings(**training)}
+    training_named(kind).run(base, rows[:first], rows[first:], **options)
 
 
 class _Sent(TorchDispatchMode):

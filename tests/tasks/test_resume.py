@@ -1,0 +1,114 @@
+"""A fine-tuning that was killed goes on, and ends as if it had not been."""
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers
+
+from fastbert.tasks import TaskError
+from fastbert.testing.inputs import small_bert_config
+from fastbert.testing.killing import run_in_process
+from fastbert.testing.runs import finetune_rows
+
+# Before the second epoch's checkpoint, and in it, when all but Trainer's state is written.
+MOMENTS = ("_save_checkpoint", "_save_rng_state")
+# Labels drawn by lot: it stops early, and the best epoch is not the last.
+TRAINING = {"epochs": 20, "batch_size": 8, "learning_rate": 1e-3, "patience": 2, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def base(tokenizer, tmp_path_factory):
+    """A checkpoint with dropout, whose random state has to come back, too."""
+    folder = tmp_path_factory.mktemp("base")
+    config = small_bert_config(vocab_size=len(tokenizer), num_hidden_layers=1)
+    assert config.hidden_dropout_prob > 0
+    transformers.set_seed(0)
+    transformers.BertModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def rows(reviews):
+    generator = np.random.default_rng(0)
+    return [{**row, "label": str(generator.integers(2))} for row in reviews[:64]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(base, rows, tmp_path_factory):
+    output = tmp_path_factory.mktemp("undisturbed") / "model"
+    finetune_rows("classification", base, rows, str(output), TRAINING)
+    return output
+
+
+def _learned(output):
+    record = json.loads((output / "metrics.json").read_text())
+    return (output / "model.safetensors").read_bytes(), record
+
+
+def _interrupted(monkeypatch, moment, *arguments):
+    """A run in this process that ends in its second call of a method of Trainer."""
+    method, calls = getattr(transformers.Trainer, moment), []
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return method(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.Trainer, moment, counted)
+        with pytest.raises(KeyboardInterrupt):
+            finetune_rows(*arguments)
+
+
+def _killed(moment, *arguments):
+    """A run in a process of its own that is killed there."""
+    operations = (f"transformers.trainer:Trainer.{moment}",)
+    code = run_in_process(finetune_rows, *arguments, kill_before=1, operations=operations)
+    assert code == -signal.SIGKILL
+
+
+def _goes_on(undisturbed, arguments, caplog):
+    output = Path(arguments[-2])
+    assert not (output / "model.safetensors").exists()
+    finetune_rows(*arguments)
+    assert "goes on from checkpoint-6" in caplog.text
+    ours, expected = _learned(output), _learned(undisturbed)
+    assert ours[0] == expected[0]
+    assert ours[1] == expected[1]
+    assert 3 <= len(ours[1]["history"]) < TRAINING["epochs"]
+    assert not (output / "checkpoints").exists()
+
+
+def test_equal_weights(base, rows, undisturbed, tmp_path, caplog, monkeypatch):
+    arguments = ("classification", base, rows, str(tmp_path / "model"), TRAINING)
+    _interrupted(monkeypatch, MOMENTS[1], *arguments)
+    with pytest.raises(TaskError, match="was stopped and had another learning_rate, seed; run it"):
+        finetune_rows(*arguments[:-1], {**TRAINING, "seed": 4, "learning_rate": 1.0})
+    with pytest.raises(TaskError, match="had another rows"):
+        finetune_rows("classification", base, rows[::-1], *arguments[-2:])
+    _goes_on(undisturbed, arguments, caplog)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_equal_weights_after_a_kill(base, rows, undisturbed, moment, tmp_path, caplog):
+    arguments = ("classification", base, rows, str(tmp_path / "model"), TRAINING)
+    _killed(moment, *arguments)
+    _goes_on(undisturbed, arguments, caplog)
+
+
+@pytest.mark.slow
+def test_encoders_go_on(base, tmp_path):
+    pytest.importorskip("sentence_transformers")
+    rows = [{"query": f"{n} ?", "positive": f"it is {n}"} for n in range(32)]
+    training = {**TRAINING, "epochs": 3}
+    finetune_rows("bi-encoder", base, rows, str(tmp_path / "undisturbed"), training)
+    arguments = ("bi-encoder", base, rows, str(tmp_path / "model"), training)
+    _killed(MOMENTS[0], *arguments)
+    finetune_rows(*arguments)
+    assert _learned(tmp_path / "model") == _learned(tmp_path / "undisturbed")
