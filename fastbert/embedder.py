@@ -4,6 +4,7 @@ Letters: B texts, T packed rows, C hidden.
 """
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from torch.nn import functional
 from fastbert.models.accelerate import accelerate
 from fastbert.padding import pack
 
+logger = logging.getLogger("fastbert")
+
 POOLINGS = ("mean", "cls", "max")
-TRUNCATIONS = ("cut", "refuse")
+TRUNCATIONS = ("cut", "stride", "refuse")
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 _MODES = {
     "pooling_mode_mean_tokens": "mean",
@@ -54,7 +57,9 @@ class Embedder:
         pooling: "mean", "cls" or "max"; None: the folder's.
         normalize: to length 1; None: as the folder says.
         max_seq_length: tokens of a text, special ones included; None: the folder's.
-        truncation: "cut", or "refuse" to raise at a longer text.
+        truncation: of a longer text "cut" keeps the head, "stride" takes the mean of the vectors of
+            overlapping windows, "refuse" raises; the log says how many are cut or strided.
+        stride: tokens that neighbouring windows share.
         tokens_per_batch: packed rows of a forward; a longer text is a batch of its own.
         dtype: of the model; None: that of the checkpoint.
         device: of the model.
@@ -73,6 +78,7 @@ class Embedder:
         normalize: bool | None = None,
         max_seq_length: int | None = None,
         truncation: str = "cut",
+        stride: int = 32,
         tokens_per_batch: int = 4096,
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
@@ -104,14 +110,21 @@ class Embedder:
             limit = self.model.config.max_position_embeddings - self.model.first_position
             self.max_seq_length = min(limit, tokenizer.model_max_length)
         self.truncation = truncation
+        self.stride = stride
         self.tokens_per_batch = tokens_per_batch
         self.prompts = settings.prompts or {}
         self._settings = settings
         self._tokenizer = tokenizer.backend_tokenizer
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        if truncation == "cut":
-            self._tokenizer.enable_truncation(self.max_seq_length)
+        if truncation == "stride" and not 0 <= stride < self.max_seq_length - 8:
+            raise ValueError(
+                f"stride must lie between 0 and max_seq_length - 8, got {stride} where "
+                f"max_seq_length is {self.max_seq_length}"
+            )
+        if truncation != "refuse":
+            shared = stride if truncation == "stride" else 0
+            self._tokenizer.enable_truncation(self.max_seq_length, stride=shared)
 
     def encode(
         self,
@@ -185,6 +198,7 @@ class Embedder:
             "normalize": self.normalize,
             "max_seq_length": self.max_seq_length,
             "truncation": self.truncation,
+            "stride": self.stride,
         }
 
     def prefix(self, prompt_name: str | None, prompt: str | None) -> str:
@@ -210,22 +224,31 @@ class Embedder:
         """`(B, C)` fp32 of some texts at a time; the next ones are tokenized meanwhile."""
         numbered = enumerate(texts, first)
 
-        def tokenized() -> list[list[int]]:
+        def tokenized() -> list[list[list[int]]]:
             return self._tokenize(list(islice(numbered, _AT_ONCE)), prefix)
 
         with ThreadPoolExecutor(1) as thread:
             coming = thread.submit(tokenized)
-            while ids := coming.result():
+            while windows := coming.result():
                 coming = thread.submit(tokenized)
-                yield self._embed(ids)
+                vectors = self._embed([ids for of_text in windows for ids in of_text])
+                counts = [len(of_text) for of_text in windows]
+                yield vectors if self.truncation != "stride" else self._joined(vectors, counts)
 
-    def _tokenize(self, numbered: list[tuple[int, str]], prefix: str) -> list[list[int]]:
+    def _joined(self, vectors: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """The mean of each text's windows; of unit vectors, at length 1 again."""
+        means = torch.segment_reduce(vectors, "mean", lengths=torch.tensor(counts))
+        return functional.normalize(means, dim=-1) if self.normalize else means
+
+    def _tokenize(self, numbered: list[tuple[int, str]], prefix: str) -> list[list[list[int]]]:
+        """The windows of each text; one, but under "stride"."""
         for number, text in numbered:
             _check_text(number, text)
         plain = [prefix + text for _, text in numbered]
         if self._settings.lowercase:
             plain = [text.lower() for text in plain]
-        ids = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(plain)]
+        encodings = self._tokenizer.encode_batch_fast(plain)
+        ids = [encoding.ids for encoding in encodings]
         for (number, _), row in zip(numbered, ids, strict=True):
             if len(row) > self.max_seq_length:
                 raise ValueError(
@@ -234,7 +257,17 @@ class Embedder:
                 )
             if not row:
                 raise ValueError(f"text {number} has no tokens; leave it out")
-        return ids
+        overlong = sum(bool(encoding.overflowing) for encoding in encodings)
+        if overlong:
+            strided = self.truncation == "stride"
+            done = "encoded in overlapping windows" if strided else "cut"
+            logger.warning(
+                "%d of %d texts, up to number %d, have more than %d tokens and are %s",
+                *(overlong, len(ids), numbered[-1][0], self.max_seq_length, done),
+            )
+        if self.truncation != "stride":
+            return [[row] for row in ids]
+        return [[e.ids, *(more.ids for more in e.overflowing)] for e in encodings]
 
     def _embed(self, ids: list[list[int]]) -> torch.Tensor:
         order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))

@@ -75,3 +75,23 @@ def test_unknown_module_is_refused(tmp_path):
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(NotImplementedError, match="WordEmbeddings"):
         fastbert.Embedder(tmp_path)
+
+
+def test_windows_of_long_texts(real_checkpoint, caplog):
+    """The mean of the windows' vectors, at length 1 as the folder says; short texts as ever."""
+    words = ["king", "sea"] * 10
+    options = {"max_seq_length": 16, "stride": 4}
+    strided = fastbert.Embedder(real_checkpoint, truncation="stride", **options)
+    texts = ["short", " ".join(words), "another"]
+    vectors = strided.encode(texts)
+    # Windows of 14 words that share four.
+    windows = strided.encode([" ".join(words[:14]), " ".join(words[10:])])
+    mean = windows.mean(0)
+    np.testing.assert_allclose(vectors[1], mean / np.linalg.norm(mean), atol=1e-6)
+    cut = fastbert.Embedder(real_checkpoint, **options)
+    assert np.array_equal(vectors[::2], cut.encode(texts)[::2])
+    assert np.array_equal(cut.encode(texts[1:2]), windows[:1])
+    assert "1 of 3 texts, up to number 2, have more than 16 tokens and are cut" in caplog.text
+    assert "and are encoded in overlapping windows" in caplog.text
+    with pytest.raises(ValueError, match="stride must lie between 0 and max_seq_length - 8"):
+        fastbert.Embedder(real_checkpoint, truncation="stride", stride=8, max_seq_length=16)

@@ -88,6 +88,7 @@ ARROWS = {
     },
     "fastbert.tasks": {
         "fastbert.dispatch",
+        "fastbert.embedder",
         "fastbert.models",
         "fastbert.optim",
         "fastbert.padding",

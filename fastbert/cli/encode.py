@@ -21,7 +21,10 @@ def encode(
         str | None, typer.Option(help="mean, cls or max; default: the folder's.")
     ] = None,
     max_seq_length: Annotated[int | None, typer.Option(help="Tokens of a text.")] = None,
-    truncation: Annotated[str, typer.Option(help="Of longer texts: cut or refuse.")] = "cut",
+    truncation: Annotated[
+        str, typer.Option(help="Of longer texts: cut, stride or refuse.")
+    ] = "cut",
+    stride: Annotated[int, typer.Option(help="Tokens that windows of a text share.")] = 32,
     tokens_per_batch: Annotated[int, typer.Option(help="Tokens of a forward.")] = 4096,
     dtype: Annotated[
         str | None, typer.Option(help="float32 or bfloat16; default: the checkpoint's.")
@@ -42,6 +45,7 @@ def encode(
             pooling=pooling,
             max_seq_length=max_seq_length,
             truncation=truncation,
+            stride=stride,
             tokens_per_batch=tokens_per_batch,
             dtype=dtypes[dtype],
         )

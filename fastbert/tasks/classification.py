@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import transformers
 
+from fastbert.tasks.correlations import correlations, number_in
 from fastbert.tasks.tables import TaskError, check_columns, check_texts
 from fastbert.tasks.task import Encoded, Task, TaskSettings, features_of, softmax, tokenize
 
@@ -71,7 +72,7 @@ class Classification(Task):
         check_columns(rows, {"label": settings.label}, name)
         for number, row in enumerate(rows, 1):
             if settings.problem == "regression":
-                _number(row[settings.label], f"{name}, row {number}: {settings.label!r}")
+                number_in(row[settings.label], f"{name}, row {number}: {settings.label!r}")
                 continue
             unknown = set(self._names(row)) - set(self.labels or self._names(row))
             if unknown:
@@ -176,23 +177,5 @@ def _single_metrics(truth: Sequence[str], given: Sequence[str]) -> dict[str, flo
 
 
 def _regression_metrics(truth: Sequence[float], given: Sequence[float]) -> dict[str, float]:
-    from scipy.stats import pearsonr, spearmanr
-
     error = np.asarray(truth) - np.asarray(given)
-    # A correlation with a constant is not defined; 0 keeps a run going that has learnt nothing.
-    constant = np.ptp(truth) == 0 or np.ptp(given) == 0
-    return {
-        "spearman": 0.0 if constant else float(spearmanr(truth, given).statistic),
-        "pearson": 0.0 if constant else float(pearsonr(truth, given).statistic),
-        "mse": float((error**2).mean()),
-    }
-
-
-def _number(value, where: str) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError) as error:
-        raise TaskError(f"{where} must be a number, got {value!r}") from error
-    if not np.isfinite(number):
-        raise TaskError(f"{where} must be finite, got {value!r}")
-    return number
+    return {**correlations(truth, given), "mse": float((error**2).mean())}

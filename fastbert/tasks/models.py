@@ -13,9 +13,18 @@ def load_tokenizer(task: Task, folder: str):
     """The checkpoint's tokenizer, as the task needs it.
 
     Raises:
+        TaskError: as `fast_tokenizer`.
+    """
+    return fast_tokenizer(folder, **task.tokenizer_options)
+
+
+def fast_tokenizer(folder: str, **options):
+    """The checkpoint's tokenizer.
+
+    Raises:
         TaskError: it is not a fast one, which alone knows where tokens come from.
     """
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **task.tokenizer_options)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
     if not tokenizer.is_fast:
         raise TaskError(
             f"the tokenizer of {folder} is {type(tokenizer).__name__}, which does not say where "
@@ -27,8 +36,6 @@ def load_tokenizer(task: Task, folder: str):
 def load_model(task: Task, folder: str, *, new_head: bool, accelerated: bool):
     """transformers' model of the task, accelerated.
 
-    A family that fastbert does not know whole gets its attention.
-
     Args:
         task: for the class and its labels.
         folder: a checkpoint, as transformers takes it.
@@ -37,7 +44,35 @@ def load_model(task: Task, folder: str, *, new_head: bool, accelerated: bool):
         accelerated: False leaves transformers' forward.
     """
     options = {**task.model_options(), "ignore_mismatched_sizes": True} if new_head else {}
-    model = getattr(transformers, task.auto_class).from_pretrained(folder, **options)
+    return load_network(
+        task.auto_class, folder, accelerated=accelerated, whole=not new_head, **options
+    )
+
+
+def load_network(auto_class: str, folder: str, *, accelerated: bool, whole: bool = True, **options):
+    """transformers' model of an Auto class, accelerated.
+
+    A family that fastbert does not know whole gets its attention.
+
+    Args:
+        auto_class: name of the class. folder: a checkpoint, as transformers takes it.
+        accelerated: False leaves transformers' forward.
+        whole: the checkpoint must have all weights, since nobody is going to train new ones.
+        options: of from_pretrained.
+
+    Raises:
+        TaskError: it has not.
+    """
+    model, report = getattr(transformers, auto_class).from_pretrained(
+        folder, output_loading_info=True, **options
+    )
+    if whole and report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise TaskError(
+            f"{folder} has no weights for {', '.join(missing[:3])}: what a "
+            f"{type(model).__name__} says with new ones would be random; take a checkpoint that "
+            "was trained for this"
+        )
     if not accelerated:
         return model
     try:
