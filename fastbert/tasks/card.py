@@ -9,13 +9,22 @@ import transformers
 from fastbert.tasks.task import Task
 
 
-def write_card(task: Task, result, training, base: str, num_rows: int, num_judged: int) -> None:
+def write_card(
+    task: Task,
+    result,
+    training,
+    base: str,
+    num_rows: int,
+    num_judged: int,
+    pictures: dict[str, str],
+) -> None:
     """Writes README.md beside the model.
 
     Args:
         task: the task. result: a `Finetuned`. training: its settings.
         base: the checkpoint it started from.
         num_rows, num_judged: rows trained and judged on.
+        pictures: captions of files beside the card, by their names.
     """
     base = Path(base).name if Path(base).is_dir() else base
     shown = {k: v for k, v in asdict(training).items() if k != "progress"}
@@ -47,6 +56,7 @@ def write_card(task: Task, result, training, base: str, num_rows: int, num_judge
         names = list(result.history[0])
         rows = [[f"{epoch.get(n, float('nan')):.4g}" for n in names] for epoch in result.history]
         lines += ["## Epochs", "", *_table(names, rows), ""]
+    lines += picture_lines(pictures)
     lines += [
         "## Recipe",
         "",
@@ -56,6 +66,14 @@ def write_card(task: Task, result, training, base: str, num_rows: int, num_judge
         "",
     ]
     (result.output / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def picture_lines(pictures: dict[str, str]) -> list[str]:
+    """A section that shows them, where there are some."""
+    if not pictures:
+        return []
+    shown = [line for name, caption in pictures.items() for line in (f"![{caption}]({name})", "")]
+    return ["## Pictures", "", *shown]
 
 
 def _table(head, rows) -> list[str]:

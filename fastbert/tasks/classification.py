@@ -8,7 +8,15 @@ import transformers
 
 from fastbert.tasks.correlations import correlations, number_in
 from fastbert.tasks.tables import TaskError, check_columns, check_texts
-from fastbert.tasks.task import Encoded, Task, TaskSettings, features_of, softmax, tokenize
+from fastbert.tasks.task import (
+    Encoded,
+    Outcomes,
+    Task,
+    TaskSettings,
+    features_of,
+    softmax,
+    tokenize,
+)
 
 PROBLEMS = {
     "single": "single_label_classification",
@@ -151,6 +159,26 @@ class Classification(Task):
         if self.settings.problem == "multi":
             return self._multi_metrics(rows, answers)
         return _single_metrics([self._names(r)[0] for r in rows], [a["label"] for a in answers])
+
+    def outcomes(self, rows, answers):
+        problem = self.settings.problem
+        if problem == "regression":
+            return Outcomes()
+        truths = [self._names(row) for row in rows]
+        if problem == "multi":
+            pairs = [
+                (score, label in truth)
+                for truth, answer in zip(truths, answers, strict=True)
+                for label, score in answer["scores"].items()
+            ]
+            return Outcomes(confidence=[p[0] for p in pairs], right=[p[1] for p in pairs])
+        truth, given = [names[0] for names in truths], [answer["label"] for answer in answers]
+        return Outcomes(
+            truth,
+            given,
+            [max(answer["scores"].values()) for answer in answers],
+            [a == b for a, b in zip(truth, given, strict=True)],
+        )
 
     def _multi_metrics(self, rows, answers):
         from sklearn.metrics import f1_score

@@ -8,6 +8,7 @@ import transformers
 
 from fastbert.tasks.card import write_card
 from fastbert.tasks.models import load_model, load_tokenizer
+from fastbert.tasks.plots import draw
 from fastbert.tasks.recipe import TrainingSettings, callbacks_of, optimizer_of, trainer_arguments
 from fastbert.tasks.registry import task_class, write_task
 from fastbert.tasks.resuming import Checkpoints
@@ -20,7 +21,7 @@ from fastbert.tasks.runs import (
     write_metrics,
 )
 from fastbert.tasks.tables import TaskError
-from fastbert.tasks.task import Encoded, Task, TaskSettings, longest
+from fastbert.tasks.task import Task, TaskSettings, longest
 
 
 def finetune(
@@ -83,9 +84,20 @@ def finetune(
     worker.settings = replace(settings, max_length=limit)
 
     checkpoints = Checkpoints(output, model, worker.description(), training, rows, held_out)
-    trainer = _trainer(worker, network, tokenizer, rows, held_out, checkpoints.folder, training)
+    judged = worker.encode(held_out, tokenizer, labelled=True).by_length()
+    trainer = _trainer(
+        worker,
+        network,
+        tokenizer,
+        worker.encode(rows, tokenizer, labelled=True).features,
+        judged.features,
+        lambda p: worker.metrics(held_out, worker.answers(held_out, judged, p.predictions)),
+        checkpoints.folder,
+        training,
+    )
     trained = checkpoints.train(trainer)
-    metrics = plain(trainer.evaluate())
+    predicted = trainer.predict(judged.features, metric_key_prefix="eval")
+    metrics = plain(predicted.metrics)
     trainer.save_model(str(output))
     write_task(worker, output)
     result = Finetuned(
@@ -96,34 +108,32 @@ def finetune(
         trained["train_samples_per_second"],
     )
     write_metrics(result)
-    write_card(worker, result, training, model, len(rows), len(held_out))
+    answers = worker.answers(held_out, judged, predicted.predictions)
+    pictures = draw(worker, held_out, answers, result)
+    write_card(worker, result, training, model, len(rows), len(held_out), pictures)
     checkpoints.remove()
     return result
 
 
-def _trainer(worker: Task, network, tokenizer, rows, held_out, folder: Path, training):
-    encoded = worker.encode(rows, tokenizer, labelled=True)
-    judged = worker.encode(held_out, tokenizer, labelled=True).by_length()
+def _trainer(
+    worker: Task, network, tokenizer, features, judged, metrics, folder: Path, training
+) -> transformers.Trainer:
     return transformers.Trainer(
         model=network,
         args=trainer_arguments(
             transformers.TrainingArguments,
             folder,
             training,
-            num_features=len(encoded.features),
+            num_features=len(features),
             best=worker.best,
             remove_unused_columns=False,
             label_names=list(worker.label_names),
         ),
-        train_dataset=encoded.features,
-        eval_dataset=judged.features,
+        train_dataset=features,
+        eval_dataset=judged,
         processing_class=tokenizer,
         data_collator=worker.collator(tokenizer),
-        compute_metrics=lambda p: _measured(worker, held_out, judged, p.predictions),
+        compute_metrics=metrics,
         optimizers=(optimizer_of(network, training), None),
         callbacks=callbacks_of(training),
     )
-
-
-def _measured(worker: Task, rows, encoded: Encoded, logits) -> dict[str, float]:
-    return worker.metrics(rows, worker.answers(rows, encoded, logits))

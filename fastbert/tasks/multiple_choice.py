@@ -11,7 +11,15 @@ import torch
 import transformers
 
 from fastbert.tasks.tables import TaskError, check_columns, check_texts
-from fastbert.tasks.task import Encoded, Task, TaskSettings, features_of, softmax, tokenize
+from fastbert.tasks.task import (
+    Encoded,
+    Outcomes,
+    Task,
+    TaskSettings,
+    features_of,
+    softmax,
+    tokenize,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +118,14 @@ class MultipleChoice(Task):
         return answers
 
     def metrics(self, rows, answers):
+        return {"accuracy": float(np.mean(self.outcomes(rows, answers).right))}
+
+    def outcomes(self, rows, answers):
         right = [
             int(row[self.settings.label]) == answer["choice"]
             for row, answer in zip(rows, answers, strict=True)
         ]
-        return {"accuracy": float(np.mean(right))}
+        return Outcomes(confidence=[max(a["scores"]) for a in answers], right=right)
 
 
 def _collated(pad, features: list[dict]) -> dict[str, torch.Tensor]:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from fastbert.models.accelerate import accelerate
+from fastbert.tasks.card import picture_lines
+from fastbert.tasks.plots import draw_history
 from fastbert.tasks.recipe import TrainingSettings
 from fastbert.tasks.resuming import Checkpoints
 from fastbert.tasks.runs import (
@@ -129,7 +131,8 @@ def accelerated(network, training: TrainingSettings):
 def run(
     trainer, network, checkpoints: Checkpoints, settings: PairSettings, training: TrainingSettings
 ) -> Finetuned:
-    """Trains, judges the best epoch and writes the model."""
+    """Trains, judges the best epoch and writes the model and a card."""
+    (best,) = _plain({trainer.args.metric_for_best_model.removeprefix("eval_"): 0.0})
     folder = checkpoints.output
     trained = checkpoints.train(trainer)
     result = Finetuned(
@@ -140,6 +143,10 @@ def run(
         trained["train_samples_per_second"],
     )
     network.save_pretrained(str(folder))
+    pictures = draw_history(result, best)
+    # sentence-transformers has written a card.
+    with (folder / "README.md").open("a", encoding="utf-8") as card:
+        card.write("\n".join(["", *picture_lines(pictures)]))
     write_metrics(result, settings=asdict(settings), training=asdict(training))
     checkpoints.remove()
     return result

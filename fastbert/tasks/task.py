@@ -74,6 +74,21 @@ def _lengths(input_ids) -> list[int]:
     return [len(input_ids)]
 
 
+@dataclass
+class Outcomes:
+    """Answers beside the truth, for pictures; empty where a task has none of a kind.
+
+    Attributes:
+        truth, given: labels of N rows or words.
+        confidence, right: probabilities of N answers, and whether they were right.
+    """
+
+    truth: list[str] = field(default_factory=list)
+    given: list[str] = field(default_factory=list)
+    confidence: list[float] = field(default_factory=list)
+    right: list[bool] = field(default_factory=list)
+
+
 class Task:
     """A task; its subclasses say how rows become features and logits answers.
 
@@ -127,6 +142,10 @@ class Task:
     def metrics(self, rows: Sequence[dict], answers: Sequence[dict]) -> dict[str, float]:
         """Metrics of answers to labelled rows."""
         raise NotImplementedError
+
+    def outcomes(self, rows: Sequence[dict], answers: Sequence[dict]) -> Outcomes:
+        """Answers to labelled rows beside the truth."""
+        return Outcomes()
 
     def model_options(self) -> dict:
         """Options of the model's configuration."""

@@ -8,7 +8,15 @@ import transformers
 
 from fastbert.padding import IGNORE_INDEX
 from fastbert.tasks.tables import TaskError, check_columns
-from fastbert.tasks.task import Encoded, Task, TaskSettings, features_of, softmax, tokenize
+from fastbert.tasks.task import (
+    Encoded,
+    Outcomes,
+    Task,
+    TaskSettings,
+    features_of,
+    softmax,
+    tokenize,
+)
 
 ENTITY_PREFIXES = ("B-", "I-", "E-", "S-", "L-", "U-")
 
@@ -133,7 +141,7 @@ class TokenClassification(Task):
             probabilities = softmax(logits)
             tags[word] = self.labels[int(probabilities.argmax())]
             scores[word] = probabilities.max()
-        answer: dict = {"tags": tags}
+        answer: dict = {"tags": tags, "scores": [float(score) for score in scores]}
         if self._are_entities():
             answer["entities"] = _entities(words, tags, scores)
         return answer
@@ -155,6 +163,16 @@ class TokenClassification(Task):
             "recall": float(recall_score(truth, given, zero_division=0)),
             "accuracy": accuracy,
         }
+
+    def outcomes(self, rows, answers):
+        truth = [tag for row in rows for tag in row[self.settings.tags]]
+        given = [tag for answer in answers for tag in answer["tags"]]
+        return Outcomes(
+            truth,
+            given,
+            [score for answer in answers for score in answer["scores"]],
+            [a == b for a, b in zip(truth, given, strict=True)],
+        )
 
 
 def _first_tokens(words: list[int | None], seen: set[int]) -> dict[int, int]:

@@ -57,6 +57,9 @@ def test_classification_learns_and_is_kept(checkpoint, reviews, tmp_path):
     card = (output / "README.md").read_text()
     assert "| accuracy | 1.0000 |" in card
     assert "`negative`, `positive`" in card
+    for picture in ("confusion.png", "calibration.png", "learning.png"):
+        assert f"]({picture})" in card
+        assert (output / picture).read_bytes().startswith(b"\x89PNG")
     assert checkpoint not in card
     assert json.loads((output / "metrics.json").read_text())["metrics"] == result.metrics
 
@@ -167,6 +170,8 @@ def test_token_classification(checkpoint, tmp_path):
     assert predictor.evaluate(rows[48:])["f1"] == 1
     (answer,) = predictor.predict([{"tokens": "Mr Kant went home"}])
     assert [(e["type"], e["text"]) for e in answer["entities"]] == [("PER", "Kant")]
+    assert len(answer["scores"]) == 4 and min(answer["scores"]) > 0.5
+    assert (tmp_path / "model" / "confusion.png").is_file()
 
 
 def test_question_answering(checkpoint, tmp_path):

@@ -42,6 +42,8 @@ def test_bi_encoder_learns_to_search(checkpoint, pairs, tmp_path):
     assert {"mrr@10", "ndcg@10", "recall@10"} <= result.metrics.keys()
     best = max(epoch["ndcg@10"] for epoch in result.history)
     assert result.metrics["ndcg@10"] == pytest.approx(best)
+    assert "](learning.png)" in (tmp_path / "model" / "README.md").read_text()
+    assert (tmp_path / "model" / "learning.png").is_file()
     model = sentence_transformers.SentenceTransformer(str(tmp_path / "model"), device="cpu")
     assert model.max_seq_length == 16
     found = _searched(model, judged)

@@ -125,7 +125,9 @@ def test_parts_of_speech_have_accuracy_only(tokenizer):
     assert task.best == "accuracy"
     encoded = task.encode([row], tokenizer, labelled=True)
     (answer,) = task.answers([row], encoded, _sure_logits(task, [row], encoded))
-    assert answer == {"tags": row["tags"]}
+    assert answer["tags"] == row["tags"]
+    assert len(answer["scores"]) == 3
+    assert "entities" not in answer
     assert task.metrics([row], [{"tags": ["DET", "NOUN", "NOUN"]}]) == {"accuracy": 2 / 3}
 
 
