@@ -73,6 +73,10 @@ at::Tensor attention_packed_qkv_bwd_cpu(const at::Tensor&, const at::Tensor&, in
                                         const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                         int64_t, double, c10::OptionalArrayRef<int64_t>, double,
                                         int64_t, const std::optional<at::Tensor>&);
+at::Tensor encoder_fwd_cpu(const at::Tensor&, at::TensorList, at::TensorList, at::TensorList,
+                           at::TensorList, const at::Tensor&, int64_t, double, double,
+                           std::string_view);
+bool samples_match(at::TensorList, at::TensorList);
 std::tuple<at::Tensor, at::Tensor> mlm_cross_entropy_fwd_cpu(const at::Tensor&, const at::Tensor&,
                                                              const std::optional<at::Tensor>&,
                                                              const at::Tensor&, int64_t, double,
@@ -105,6 +109,7 @@ TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
   m.impl("attention_fwd_cpu", &fastbert::attention_fwd_cpu);
   m.impl("attention_bwd_cpu", &fastbert::attention_bwd_cpu);
   m.impl("attention_packed_qkv_bwd_cpu", &fastbert::attention_packed_qkv_bwd_cpu);
+  m.impl("encoder_fwd_cpu", &fastbert::encoder_fwd_cpu);
   m.impl("mlm_cross_entropy_fwd_cpu", &fastbert::mlm_cross_entropy_fwd_cpu);
   m.impl("mlm_cross_entropy_bwd_cpu", &fastbert::mlm_cross_entropy_bwd_cpu);
   m.impl("unpad_cpu", &fastbert::unpad_cpu);
@@ -114,6 +119,8 @@ TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
 TORCH_LIBRARY_FRAGMENT(fastbert, m) {
   m.def("pack_linear_weights(Tensor[] weights, ScalarType dtype) -> Tensor");
   m.impl("pack_linear_weights", c10::DispatchKey::CPU, &fastbert::pack_linear_weights);
+  m.def("samples_match(Tensor[] views, Tensor[] samples) -> bool");
+  m.impl("samples_match", c10::DispatchKey::CPU, &fastbert::samples_match);
 }
 
 // An empty module: importing it runs the registrations above.

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fastbert import extension
+
 _optimizer_steps = 0
 
 
@@ -38,14 +40,20 @@ class Fingerprint:
     def __init__(self, tensors: Sequence[torch.Tensor]):
         self.step = _optimizer_steps
         self.keys = [_key(t) for t in tensors]
-        views = [view for t in tensors for view in _sample_views(t)]
-        self.pairs = [(view, view.clone()) for view in views]
+        self.views = [view for t in tensors for view in _sample_views(t)]
+        self.samples = [view.clone() for view in self.views]
+        # Torch's comparison waits for one element after the other.
+        self.by_extension = extension.load() is None and all(
+            view.device.type == "cpu" and view.dim() in (1, 2) for view in self.views
+        )
 
     def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether `tensors` are the same storages, unwritten as far as can be seen."""
         if self.step != _optimizer_steps or self.keys != [_key(t) for t in tensors]:
             return False
-        return all(torch.equal(view, sample) for view, sample in self.pairs)
+        if self.by_extension:
+            return torch.ops.fastbert.samples_match(self.views, self.samples)
+        return all(map(torch.equal, self.views, self.samples))
 
 
 def _key(tensor: torch.Tensor) -> tuple:

@@ -230,6 +230,12 @@ def peer(room: str) -> Callable | None:
     return None if path is None else _imported(path)
 
 
+def bound_to(*rooms: str) -> set[str]:
+    """What this context names for any of `rooms`: backends, peers, `auto`."""
+    binding = _bound()
+    return {binding.get(room) or binding.get("*", "auto") for room in rooms}
+
+
 def rooms() -> list[str]:
     """The names of all ops."""
     return sorted({op.room for op in OPS.values()})

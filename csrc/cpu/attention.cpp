@@ -1,12 +1,11 @@
 // Attention over packed sequences: the heads of all sequences are tasks, long ones first, that
 // threads take one after the other. Every task writes rows of its own, so the order is of no
 // consequence to the results.
-#include <ATen/ATen.h>
+#include "cpu/attention.h"
 
 #include <algorithm>
 #include <array>
 #include <limits>
-#include <vector>
 
 #include "cpu/gemm.h"
 #include "cpu/parallel.h"
@@ -22,22 +21,29 @@ constexpr int64_t kFar = std::numeric_limits<int64_t>::max() / 2;
 // Blocks of queries in a forward task with a window, so that the keys it sees stay in cache.
 constexpr int64_t kWindowPiece = 16;
 
-struct Options {
-  double softmax_scale;
-  c10::OptionalArrayRef<int64_t> window;
-  double dropout_p;
-  int64_t site;
-  const std::optional<at::Tensor>& rng_state;
-};
-
 Heads heads_of(const at::Tensor& t) { return {t.const_data_ptr(), t.stride(0), t.stride(1)}; }
 
 at::Tensor with_contiguous_heads(const at::Tensor& t) {
   return t.stride(2) == 1 || t.size(2) == 1 ? t : t.contiguous();
 }
 
+bool has_window(const Attention& a) { return a.left < kFar && a.right < kFar; }
+
+using Kernel = void (*)(const Attention&, const AttentionTask&, char*);
+
+// Rows that no task writes: behind the last sequence, and those of sequences without keys.
+bool leaves_rows(const at::Tensor& rows, const std::vector<AttentionTask>& tasks, bool keys) {
+  int64_t written = 0;
+  for (const AttentionTask& t : tasks) {
+    if (t.head == 0 && t.first_block == 0) written += keys ? t.num_k : t.num_q;
+  }
+  return written < rows.size(0);
+}
+
+}  // namespace
+
 Attention attention_of(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                       const Options& options) {
+                       const AttentionOptions& options) {
   const auto side = [&](size_t i) {
     const bool bound = options.window.has_value() && (*options.window)[i] >= 0;
     return bound ? (*options.window)[i] : kFar;
@@ -60,11 +66,10 @@ Attention attention_of(const at::Tensor& q, const at::Tensor& k, const at::Tenso
   return a;
 }
 
-bool has_window(const Attention& a) { return a.left < kFar && a.right < kFar; }
-
 // The host bounds of the lengths are of no use here: the lengths themselves are read.
-std::vector<AttentionTask> tasks_of(const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
-                                    int64_t num_heads, bool cut_queries, bool has_window) {
+std::vector<AttentionTask> attention_tasks(const at::Tensor& cu_seqlens_q,
+                                           const at::Tensor& cu_seqlens_k, const Attention& a,
+                                           bool cut_queries) {
   const at::Tensor q = cu_seqlens_q.to(at::kLong).contiguous();
   const at::Tensor k = cu_seqlens_k.to(at::kLong).contiguous();
   const int64_t *q_starts = q.const_data_ptr<int64_t>(), *k_starts = k.const_data_ptr<int64_t>();
@@ -74,15 +79,16 @@ std::vector<AttentionTask> tasks_of(const at::Tensor& cu_seqlens_q, const at::Te
     used += q_starts[i + 1] > q_starts[i] && k_starts[i + 1] > k_starts[i];
   }
   const int64_t wanted = 2 * at::get_num_threads();
-  const int64_t pieces = cut_queries ? ceil_div(wanted, std::max<int64_t>(1, used * num_heads)) : 1;
+  const int64_t pieces =
+      cut_queries ? ceil_div(wanted, std::max<int64_t>(1, used * a.num_heads)) : 1;
   std::vector<AttentionTask> tasks;
   for (int64_t i = 0; i < sequences; ++i) {
     const int64_t num_q = q_starts[i + 1] - q_starts[i], num_k = k_starts[i + 1] - k_starts[i];
     if (num_q == 0 || num_k == 0) continue;
     const int64_t blocks = ceil_div(num_q, kBlock);
-    const int64_t most = cut_queries && has_window ? kWindowPiece : blocks;
+    const int64_t most = cut_queries && has_window(a) ? kWindowPiece : blocks;
     const int64_t step = std::min(most, ceil_div(blocks, pieces));
-    for (int64_t head = 0; head < num_heads; ++head) {
+    for (int64_t head = 0; head < a.num_heads; ++head) {
       for (int64_t first = 0; first < blocks; first += step) {
         tasks.push_back({i, head, q_starts[i], num_q, k_starts[i], num_k, first,
                          std::min(blocks, first + step)});
@@ -95,9 +101,8 @@ std::vector<AttentionTask> tasks_of(const at::Tensor& cu_seqlens_q, const at::Te
   return tasks;
 }
 
-using Kernel = void (*)(const Attention&, const AttentionTask&, char*);
-
-void run_tasks(const Attention& a, const std::vector<AttentionTask>& tasks, bool backward) {
+void run_attention_tasks(const Attention& a, const std::vector<AttentionTask>& tasks,
+                         bool backward) {
   if (tasks.empty()) return;
   int64_t bytes = 0, work = 0;
   for (const AttentionTask& t : tasks) {
@@ -116,16 +121,16 @@ void run_tasks(const Attention& a, const std::vector<AttentionTask>& tasks, bool
       [&](const Kept& kept, int64_t i) { kernel(a, tasks[i], kept.scratch.as<char>()); });
 }
 
-// Rows that no task writes: behind the last sequence, and those of sequences without keys.
-bool leaves_rows(const at::Tensor& rows, const std::vector<AttentionTask>& tasks, bool keys) {
-  int64_t written = 0;
-  for (const AttentionTask& t : tasks) {
-    if (t.head == 0 && t.first_block == 0) written += keys ? t.num_k : t.num_q;
+void start_attention(Attention& a, const std::vector<AttentionTask>& tasks, at::Tensor& out,
+                     at::Tensor& lse) {
+  if (leaves_rows(out, tasks, false)) {
+    out.zero_();
+    lse.fill_(-std::numeric_limits<float>::infinity());
   }
-  return written < rows.size(0);
+  a.out = heads_of(out);
+  a.softmax_lse = lse.mutable_data_ptr<float>();
+  a.lse_ld = lse.size(1);
 }
-
-}  // namespace
 
 std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
@@ -135,17 +140,11 @@ std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(
   const at::Tensor q = with_contiguous_heads(query), k = with_contiguous_heads(key);
   const at::Tensor v = with_contiguous_heads(value);
   Attention a = attention_of(q, k, v, {softmax_scale, window, dropout_p, site, rng_state});
-  const auto tasks = tasks_of(cu_seqlens_q, cu_seqlens_k, a.num_heads, true, has_window(a));
+  const auto tasks = attention_tasks(cu_seqlens_q, cu_seqlens_k, a, true);
   at::Tensor out = empty_from_pool({q.size(0), a.num_heads, a.head_dim}, q.options());
   at::Tensor lse = at::empty({a.num_heads, q.size(0)}, q.options().dtype(at::kFloat));
-  if (leaves_rows(q, tasks, false)) {
-    out.zero_();
-    lse.fill_(-std::numeric_limits<float>::infinity());
-  }
-  a.out = heads_of(out);
-  a.softmax_lse = lse.mutable_data_ptr<float>();
-  a.lse_ld = q.size(0);
-  run_tasks(a, tasks, false);
+  start_attention(a, tasks, out, lse);
+  run_attention_tasks(a, tasks, false);
   return {out, lse};
 }
 
@@ -154,13 +153,13 @@ namespace {
 void attention_bwd_into(const at::Tensor& dout, const at::Tensor& query, const at::Tensor& key,
                         const at::Tensor& value, const at::Tensor& softmax_lse,
                         const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
-                        const Options& options, std::array<at::Tensor, 3> gradients) {
+                        const AttentionOptions& options, std::array<at::Tensor, 3> gradients) {
   const at::Tensor q = with_contiguous_heads(query), k = with_contiguous_heads(key);
   const at::Tensor v = with_contiguous_heads(value);
   const at::Tensor gradient = with_contiguous_heads(dout.to(q.scalar_type()));
   const at::Tensor lse = softmax_lse.contiguous();
   Attention a = attention_of(q, k, v, options);
-  const auto tasks = tasks_of(cu_seqlens_q, cu_seqlens_k, a.num_heads, false, has_window(a));
+  const auto tasks = attention_tasks(cu_seqlens_q, cu_seqlens_k, a, false);
   for (int i = 0; i < 3; ++i) {
     if (leaves_rows(gradients[i], tasks, i > 0)) gradients[i].zero_();
   }
@@ -170,7 +169,7 @@ void attention_bwd_into(const at::Tensor& dout, const at::Tensor& query, const a
   a.dq = heads_of(gradients[0]);
   a.dk = heads_of(gradients[1]);
   a.dv = heads_of(gradients[2]);
-  run_tasks(a, tasks, true);
+  run_attention_tasks(a, tasks, true);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <string_view>
@@ -224,6 +225,14 @@ PackedRight::PackedRight(Stack stack, bool transposed, const at::Tensor& packed)
       blocks_(packed),
       data_(reinterpret_cast<const char*>(packed.const_data_ptr<uint8_t>()) + kHeaderBytes) {}
 
+PackedRight::PackedRight(const at::Tensor& packed)
+    : transposed_(true),
+      depth_(header_of(packed).depth),
+      columns_(header_of(packed).columns),
+      arithmetic_(header_of(packed).used),
+      blocks_(packed),
+      data_(reinterpret_cast<const char*>(packed.const_data_ptr<uint8_t>()) + kHeaderBytes) {}
+
 void PackedRight::pack(char* blocks) const {
   const int64_t panels = blocks_of(columns_), deep = blocks_of(depth_);
   const int64_t bytes = bytes_per_block(arithmetic_);
@@ -244,7 +253,29 @@ const char* PackedRight::panel(int64_t column) const {
   return data_ + column / kBlock * blocks_of(depth_) * bytes_per_block(arithmetic_);
 }
 
+// The sum of an element's parts, the smallest first: of three parts the very value that was split.
+float PackedRight::value_at(int64_t k, int64_t column) const {
+  const int64_t half = column % kBlock / 16, pair = k % kBlock / 2;
+  const int64_t place = (half * (kBlock / 2) + pair) * kBlock + column % 16 * 2 + k % 2;
+  const char* block = panel(column) + k / kBlock * bytes_per_block(arithmetic_);
+  float value = 0.0f;
+  for (int part = parts_of(arithmetic_) - 1; part >= 0; --part) {
+    uint16_t bits;
+    std::memcpy(&bits, block + (part * kBlock * kBlock + place) * sizeof(bits), sizeof(bits));
+    const uint32_t widened = static_cast<uint32_t>(bits) << 16;
+    float summand;
+    std::memcpy(&summand, &widened, sizeof(summand));
+    value += summand;
+  }
+  return value;
+}
+
 float PackedRight::plain_product(const float* row, int64_t column) const {
+  if (sources_.empty()) {
+    float total = 0.0f;
+    for (int64_t k = 0; k < depth_; ++k) total = std::fma(row[k], value_at(k, column), total);
+    return total;
+  }
   if (transposed_) {
     const Source& s = source_at(sources_, column);
     return kernels().dot(row, static_cast<const float*>(s.data) + column * s.ld, 1, depth_, 0.0f);
@@ -333,6 +364,14 @@ Stack stack_of(at::TensorList matrices, const char* op) {
 PackedRight packed_weights(at::TensorList weights, at::ScalarType dtype,
                            const std::optional<at::Tensor>& packed, const char* op) {
   const Arithmetic a = arithmetic_for(dtype);
+  if (weights.empty()) {
+    TORCH_CHECK_VALUE(
+        packed.has_value() && header_of(*packed).magic == kMagic && header_of(*packed).wanted == a,
+        op,
+        ": the weights were packed for another instruction set, dtype or float32 "
+        "matmul precision than is in force, and the originals were dropped");
+    return PackedRight(*packed);
+  }
   Stack stack = stack_of(weights, op);
   if (packed.has_value()) {
     const Header header = header_of(*packed);

@@ -52,6 +52,8 @@ class PackedRight {
   PackedRight(Stack stack, bool transposed, Arithmetic arithmetic);
   // One packed before, by `to_tensor`.
   PackedRight(Stack stack, bool transposed, const at::Tensor& packed);
+  // The same without the matrices it was made of, transposed ones.
+  explicit PackedRight(const at::Tensor& packed);
 
   // The blocks with a header that says what they are.
   at::Tensor to_tensor() const { return blocks_; }
@@ -65,6 +67,7 @@ class PackedRight {
 
  private:
   void pack(char* blocks) const;
+  float value_at(int64_t k, int64_t column) const;
 
   std::vector<at::Tensor> held_;
   std::vector<Source> sources_;
@@ -83,6 +86,7 @@ void multiply(const Source& left, bool transposed, const PackedRight& right, con
 at::Tensor with_contiguous_rows(const at::Tensor& matrix);
 
 // The weights (columns, k) of y = x [W ...]ᵀ, taken from `packed` where that is what it says.
+// Without weights `packed` must be.
 PackedRight packed_weights(at::TensorList weights, at::ScalarType dtype,
                            const std::optional<at::Tensor>& packed, const char* op);
 

@@ -13,12 +13,6 @@ namespace {
 
 constexpr const char* kOp = "linear_gelu";
 
-Gelu gelu_of(std::string_view approximate) {
-  TORCH_CHECK_VALUE(approximate == "none" || approximate == "tanh",
-                    "linear_gelu: approximate must be 'none' or 'tanh', got '", approximate, "'");
-  return approximate == "none" ? Gelu::kErf : Gelu::kTanh;
-}
-
 at::Tensor bias_gradient(const Source& gradient, const std::optional<at::Tensor>& bias,
                          const at::Tensor& like) {
   return bias.has_value() ? sum_columns(gradient).to(bias->scalar_type())
@@ -38,7 +32,7 @@ std::tuple<at::Tensor, at::Tensor> linear_gelu_fwd_cpu(
       keep_preact ? empty_from_pool(y.sizes(), x.options()) : at::empty({0}, x.options());
   Finish finish{dtype_of(y, kOp), y.mutable_data_ptr(), columns};
   finish.bias = data_or_null(biases);
-  finish.gelu = gelu_of(approximate);
+  finish.gelu = gelu_of(approximate, kOp);
   finish.preact = keep_preact ? preact.mutable_data_ptr() : nullptr;
   multiply(source_of(input, kOp), false, packed_weights(weight, x.scalar_type(), packed, kOp),
            finish);
@@ -52,7 +46,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_gelu_bwd_cpu(
   const at::Tensor gradient = dy.to(x.scalar_type()).contiguous(), u = preact.contiguous();
   const at::Tensor dpreact = empty_from_pool(u.sizes(), u.options());
   const BiasGelu slope{dtype_of(u, kOp),
-                       gelu_of(approximate) == Gelu::kErf,
+                       gelu_of(approximate, kOp) == Gelu::kErf,
                        u.size(1),
                        u.const_data_ptr(),
                        nullptr,
@@ -77,7 +71,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gelu_mlp_
     const at::Tensor& weight_out, const std::optional<at::Tensor>& bias_out,
     std::string_view approximate, std::array<bool, 3> needs,
     const std::optional<at::Tensor>& dresidual) {
-  const Gelu gelu = gelu_of(approximate);
+  const Gelu gelu = gelu_of(approximate, kOp);
   const at::Tensor gradient = with_contiguous_rows(dout.to(x.scalar_type()));
   const at::Tensor u = preact.contiguous();
   const Source source = source_of(gradient, kOp);

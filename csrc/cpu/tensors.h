@@ -31,6 +31,12 @@ inline at::Tensor float_vector(const std::optional<at::Tensor>& t, int64_t size,
   return t->to(at::kFloat).contiguous();
 }
 
+inline Gelu gelu_of(std::string_view approximate, const char* op) {
+  TORCH_CHECK_VALUE(approximate == "none" || approximate == "tanh", op,
+                    ": approximate must be 'none' or 'tanh', got '", approximate, "'");
+  return approximate == "none" ? Gelu::kErf : Gelu::kTanh;
+}
+
 inline const float* data_or_null(const at::Tensor& t) {
   return t.defined() ? t.const_data_ptr<float>() : nullptr;
 }

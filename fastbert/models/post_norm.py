@@ -15,6 +15,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from fastbert import dispatch
 from fastbert.encoder import dropout_p, is_plain_dropout, is_plain_norm, is_unhooked, linear
+from fastbert.encoder_inference import encode
 from fastbert.models.embedding import embed_rows, without_padding_gradient
 from fastbert.models.inputs import check_ids, check_tensors
 from fastbert.models.linears import own_linears
@@ -210,13 +211,12 @@ class PostNormModel(PackedModel):
         query,
         **kwargs,
     ):
-        rows = self._project(self._embed(batch, **inputs, rng_state=rng_state))
-        layers = list(self.packed_layers())
-        for index, layer in enumerate(layers):
-            wanted = query if index == len(layers) - 1 else None
-            rows = layer(rows, packed=batch, index=index, rng_state=rng_state, query=wanted)
-            if wanted is not None:
-                rows = pad(rows, wanted.rows, batch.num_rows)
+        embedded = self._project(self._embed(batch, **inputs, rng_state=rng_state))
+        layers, rows = list(self.packed_layers()), None
+        if query is None and not kwargs["output_hidden_states"]:
+            rows = self._encode_at_once(layers, embedded, batch)
+        if rows is None:
+            rows = _encode_by_layers(layers, embedded, batch, rng_state, query)
         fields = {}
         if first_only or self.has_pooler():
             first = batch.first_rows(rows) if pooled_rows is None else unpad(rows, pooled_rows)
@@ -231,6 +231,15 @@ class PostNormModel(PackedModel):
         if keep_rows or first_only:
             outputs.__dict__["packed"] = (batch, rows)
         return outputs
+
+    def _encode_at_once(self, layers, rows, batch) -> torch.Tensor | None:
+        """All layers by one op, where none of them has to be called."""
+        if torch.is_grad_enabled() or not all(
+            type(layer) is self.layer_type and is_unhooked(layer) for layer in layers
+        ):
+            return None
+        specs = [layer.spec(index) for index, layer in enumerate(layers)]
+        return encode(specs, [layer.weight_cache for layer in layers], rows, batch)
 
     def _project(self, rows: torch.Tensor) -> torch.Tensor:
         projection = self.projection()
@@ -303,6 +312,15 @@ class PostNormModel(PackedModel):
         return dropout_p(self.embeddings.dropout) > 0 or any(
             layer.dropout_active() for layer in dict.fromkeys(self.packed_layers())
         )
+
+
+def _encode_by_layers(layers, rows, batch, rng_state, query) -> torch.Tensor:
+    for index, layer in enumerate(layers):
+        wanted = query if index == len(layers) - 1 else None
+        rows = layer(rows, packed=batch, index=index, rng_state=rng_state, query=wanted)
+        if wanted is not None:
+            rows = pad(rows, wanted.rows, batch.num_rows)
+    return rows
 
 
 def too_long(num_positions: int, limit: int) -> ValueError:

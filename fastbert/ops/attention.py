@@ -380,21 +380,27 @@ def _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> N
             "attention: cu_seqlens_q and cu_seqlens_k must have the same shape (B+1,), got "
             f"{tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_k.shape)}"
         )
-    if not dispatch.is_checkable(cu_seqlens_q):
-        return
-    checks = (
+    for name, cu_seqlens, rows, bound in (
         ("q", cu_seqlens_q, q.shape[0], max_seqlen_q),
         ("k", cu_seqlens_k, k.shape[0], max_seqlen_k),
-    )
-    for name, cu_seqlens, rows, bound in checks:
-        starts = cu_seqlens.tolist()
-        lengths = [b - a for a, b in itertools.pairwise(starts)]
-        if not starts or starts[0] != 0 or starts[-1] > rows or min(lengths, default=0) < 0:
+    ):
+        longest = max(checked_lengths("attention", f"cu_seqlens_{name}", cu_seqlens, rows))
+        if longest > bound:
             raise ValueError(
-                f"attention: cu_seqlens_{name} must rise from 0 to at most the {rows} rows of "
-                f"{name}, got {starts}"
+                f"attention: max_seqlen_{name} is {bound}, but a sequence has {longest} rows"
             )
-        if max(lengths, default=0) > bound:
-            raise ValueError(
-                f"attention: max_seqlen_{name} is {bound}, but a sequence has {max(lengths)} rows"
-            )
+
+
+def checked_lengths(op: str, name: str, cu_seqlens: torch.Tensor, rows: int) -> list[int]:
+    """0 and the lengths of the sequences; 0 alone where the host cannot see them without waiting.
+
+    Raises:
+        ValueError: unless `cu_seqlens` rises from 0 to at most `rows`.
+    """
+    if not dispatch.is_checkable(cu_seqlens):
+        return [0]
+    starts = cu_seqlens.tolist()
+    lengths = [b - a for a, b in itertools.pairwise(starts)]
+    if starts[0] != 0 or starts[-1] > rows or min(lengths, default=0) < 0:
+        raise ValueError(f"{op}: {name} must rise from 0 to at most {rows} rows, got {starts}")
+    return [0, *lengths]

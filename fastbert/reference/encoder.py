@@ -1,0 +1,65 @@
+"""All layers of a post-norm encoder in plain PyTorch: the specification of `encoder`.
+
+Letters: T packed rows, N heads, C hidden, F intermediate, L layers.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from fastbert.reference.add_layer_norm import add_layer_norm_reference
+from fastbert.reference.attention import attention_reference
+from fastbert.reference.linear import linear_reference
+
+
+def encoder_reference(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor],
+    norms: list[torch.Tensor],
+    packed: list[torch.Tensor],
+    cu_seqlens: torch.Tensor,
+    num_heads: int,
+    softmax_scale: float,
+    eps: float,
+    approximate: str,
+) -> torch.Tensor:
+    """y = LN(x' + FFN(x')), x' = LN(x + Attention(x)), L times over (Devlin et al. 2019, section 3;
+    Vaswani et al. 2017, section 3).
+
+    8·T·C² + 4·T·C·F FLOPs a layer beside attention's. Every projection is rounded to the dtype of x
+    before its residual is added.
+
+    Args:
+        x: `(T, C)`.
+        weights: six a layer: query, key, value and attention output `(C, C)`, intermediate
+            `(F, C)`, output `(C, F)`.
+        biases: theirs.
+        norms: four a layer, `(C,)`: weight and bias of the norm behind the attention, and of the
+            one behind the feed-forward network.
+        packed: passed over here.
+        cu_seqlens: `(B+1,)`, first row of each sequence.
+        num_heads: N. softmax_scale: factor on the scores. eps: of the norms.
+        approximate: `none` or `tanh`, the form of GELU.
+
+    Returns:
+        `(T, C)`, in the dtype of x.
+    """
+    x = x.clone() if not biases else x
+    for layer in range(len(biases) // 6):
+        w, b = (tensors[6 * layer : 6 * layer + 6] for tensors in (weights, biases))
+        weight_in, bias_in, weight_out, bias_out = norms[4 * layer : 4 * layer + 4]
+        q, k, v = linear_reference(x, w[:3], b[:3]).unflatten(1, (3, num_heads, -1)).unbind(1)
+        context, _ = attention_reference(
+            q, k, v, cu_seqlens, cu_seqlens, softmax_scale, None, 0, None
+        )
+        projected = linear_reference(context.flatten(1), w[3:4], b[3:4])
+        x = _add_norm(projected, x, weight_in, bias_in, eps)
+        hidden = F.gelu(linear_reference(x, w[4:5], b[4:5]), approximate=approximate)
+        x = _add_norm(linear_reference(hidden, w[5:], b[5:]), x, weight_out, bias_out, eps)
+    return x
+
+
+def _add_norm(x, residual, weight, bias, eps) -> torch.Tensor:
+    return add_layer_norm_reference(x, None, residual, weight, bias, eps, 0, None, x.dtype, False)[
+        0
+    ]
