@@ -24,12 +24,15 @@ ROOMS = {
 }
 VENDOR = "cuBLAS serves the matmul"
 CUBLAS = "cuBLAS serves the matmul; bias_gelu is its epilogue"
+FORWARD = "benchmarks/models times it in whole forwards"
+LAYERS = "a GPU runs the layers' own ops"
 TABLE = {
     # op: reference, ops, triton, cpu, cuda, test, benchmark
     "add_layer_norm": (FILE, FILE, FILE, FILE, FILE, FILE, FILE),
     "attention": (FILE, FILE, FILE, FILE, FILE, FILE, FILE),
     "bias_gelu": (FILE, FILE, FILE, FILE, FILE, FILE, FILE),
     "embed_layer_norm": (FILE, FILE, FILE, FILE, FILE, FILE, FILE),
+    "encoder": (FILE, FILE, LAYERS, FILE, LAYERS, FILE, FORWARD),
     "geglu": (FILE, FILE, FILE, FILE, FILE, FILE, FILE),
     "linear": (FILE, FILE, VENDOR, FILE, VENDOR, FILE, FILE),
     "linear_gelu": (FILE, FILE, FILE, FILE, CUBLAS, FILE, FILE),
@@ -44,7 +47,7 @@ ARROWS = {
     "fastbert": set(),
     "fastbert.dispatch": set(),
     "fastbert.extension": set(),
-    "fastbert.cache": set(),
+    "fastbert.cache": {"fastbert.extension"},
     "fastbert.reference": {"fastbert.reference"},
     "fastbert.ops": {"fastbert.dispatch", "fastbert.reference", "fastbert.ops"},
     "fastbert.padding": {"fastbert.dispatch", "fastbert.ops"},
@@ -54,6 +57,13 @@ ARROWS = {
         "fastbert.ops",
         "fastbert.padding",
         "fastbert.reference",
+    },
+    "fastbert.encoder_inference": {
+        "fastbert.cache",
+        "fastbert.dispatch",
+        "fastbert.encoder",
+        "fastbert.ops",
+        "fastbert.padding",
     },
     "fastbert.encoder_prenorm": {
         "fastbert.cache",
@@ -66,6 +76,7 @@ ARROWS = {
         "fastbert.cache",
         "fastbert.dispatch",
         "fastbert.encoder",
+        "fastbert.encoder_inference",
         "fastbert.encoder_prenorm",
         "fastbert.models",
         "fastbert.ops",

@@ -13,7 +13,7 @@ import fastbert.ops  # noqa: F401  registers the ops
 from fastbert import extension
 from fastbert.dispatch import BACKENDS, OPS, not_supported_reasons, use_backend
 
-MATMUL_OPS = ("attention", "linear", "linear_gelu", "mlm_cross_entropy")
+MATMUL_OPS = ("attention", "encoder", "linear", "linear_gelu", "mlm_cross_entropy")
 ELEMENTWISE_ISAS = ("portable", "avx2", "avx512", "avx512_bf16")
 
 
