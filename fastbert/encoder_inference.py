@@ -98,16 +98,14 @@ def _linears(spec: EncoderLayerSpec) -> tuple:
 
 def _is_plain(spec: EncoderLayerSpec) -> bool:
     """Whether the op computes what the layer's modules do."""
+    dropouts = [m for m in (spec.attention_output_dropout, spec.output_dropout) if m is not None]
     return (
         spec.approximate is not None
         and spec.attention_dropout_p == 0
         and all(map(is_plain_linear, _linears(spec)))
         and is_plain_norm(spec.attention_norm)
         and is_plain_norm(spec.output_norm)
-        and is_plain_dropout(spec.attention_output_dropout)
-        and is_plain_dropout(spec.output_dropout)
-        and dropout_p(spec.attention_output_dropout) == 0
-        and dropout_p(spec.output_dropout) == 0
+        and all(is_plain_dropout(module) and dropout_p(module) == 0 for module in dropouts)
     )
 
 

@@ -12,6 +12,8 @@ import torch
 import transformers
 
 import fastbert
+from fastbert import extension
+from fastbert.dispatch import use_backend
 from fastbert.padding import pack
 from fastbert.reference.philox import (
     PLACE_ATTENTION_OUTPUT,
@@ -19,7 +21,8 @@ from fastbert.reference.philox import (
     SITE_EMBEDDING,
     layer_site,
 )
-from fastbert.testing.compare import compare_gradients
+from fastbert.testing.compare import assert_bitwise_equal, compare_gradients
+from fastbert.testing.counters import assert_ran
 from fastbert.testing.dropout import StreamDropout, stream_attention_dropout
 from fastbert.testing.inputs import padded_batch, small_config
 from fastbert.testing.models import (
@@ -362,3 +365,16 @@ def test_accelerate_converts_every_class(name):
     family = getattr(fastbert, f"{family_of(name)}Model")
     assert type(model.base_model) is family
     assert all(type(layer) is family.layer_type for layer in model.base_model.packed_layers())
+
+
+@pytest.mark.skipif(not extension.cpu_isas(), reason="the one op is the C++ one; it is not built")
+@pytest.mark.parametrize("family", LEADING)
+def test_inference_runs_all_layers_by_one_op(family):
+    ours, _, config = _pair(f"{family}Model")
+    inputs = _batch(f"{family}Model", config)
+    with torch.no_grad():
+        with assert_ran("encoder_fwd", "cpu"):
+            actual = ours(**inputs).last_hidden_state
+        with use_backend(encoder="reference"):
+            expected = ours(**inputs).last_hidden_state
+    assert_bitwise_equal(actual, expected, family)
