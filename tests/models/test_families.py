@@ -22,6 +22,7 @@ from fastbert.reference.philox import (
     layer_site,
 )
 from fastbert.testing.compare import assert_bitwise_equal, compare_gradients
+from fastbert.testing.compare import compare_gradients
 from fastbert.testing.counters import assert_ran
 from fastbert.testing.dropout import StreamDropout, stream_attention_dropout
 from fastbert.testing.inputs import padded_batch, small_config
@@ -378,3 +379,49 @@ def test_inference_runs_all_layers_by_one_op(family):
         with use_backend(encoder="reference"):
             expected = ours(**inputs).last_hidden_state
     assert_bitwise_equal(actual, expected, family)
+# --- compiled and traced --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "RobertaForMaskedLM",
+        pytest.param("ElectraForPreTraining", marks=pytest.mark.slow),
+        pytest.param("AlbertForSequenceClassification", marks=pytest.mark.slow),
+    ],
+)
+def test_compile_fullgraph(name):
+    ours, theirs, config = _pair(name, train=True, overrides={"num_hidden_layers": 1})
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    inputs = _batch(name, config)
+    with assert_ran("embed_layer_norm_fwd"):
+        actual = compiled(**inputs).loss
+    expected = theirs(**inputs).loss
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    actual.backward()
+    expected.backward()
+    for key, gradient in gradients(theirs).items():
+        mine = ours.get_parameter(key).grad
+        torch.testing.assert_close(mine, gradient, rtol=1e-3, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("family", LEADING)
+def test_traced_keeps_the_mask(family):
+    """Traced on a batch without padding, run on one with it."""
+    name = f"{family}ForSequenceClassification"
+    ours, theirs, config = _pair(name)
+    inputs = _batch(name, config)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = ours
+
+        def forward(self, ids, mask):
+            return self.model(ids, attention_mask=mask).logits
+
+    with torch.no_grad():
+        traced = torch.jit.trace(Logits(), (ids, torch.ones_like(mask)))
+        expected = theirs(ids, attention_mask=mask).logits
+        torch.testing.assert_close(traced(ids, mask), expected, rtol=0, atol=1e-5)
