@@ -6,7 +6,9 @@ from fastbert.testing.compare import relative_l2
 from fastbert.testing.models import assert_packed, gradients
 
 
-def check_training(models: dict, inputs: dict, tolerance: float) -> None:
+def check_training(
+    models: dict, inputs: dict, tolerance: float, counter: str = "bert_model"
+) -> None:
     """Refuses to time models whose loss or gradients differ, or of which ours ran on padded rows.
 
     In fp32 and without dropout, the state in which both must agree; leaves the models in train.
@@ -15,11 +17,12 @@ def check_training(models: dict, inputs: dict, tolerance: float) -> None:
         models: `{"fastbert": model, "transformers": model}` with equal fp32 weights.
         inputs: a batch with labels.
         tolerance: largest relative L2 distance of the loss, and of all gradients taken together.
+        counter: what our forwards are counted under.
 
     Raises:
         AssertionError: naming what differs and by how much.
     """
-    with assert_packed():
+    with assert_packed(counter):
         loss, gradient = _loss_and_gradient(models["fastbert"], inputs)
     expected_loss, expected_gradient = _loss_and_gradient(models["transformers"], inputs)
     for name, actual, expected in (

@@ -28,6 +28,26 @@ MODERNBERT = {
     "vocab_size": 50_368,
 }
 
+# RoBERTa-base, ELECTRA-base, DistilBERT and ALBERT-base; dropout 0.1 in all.
+FAMILIES = {
+    "Roberta": {**BASE, "vocab_size": 50_265},
+    "Electra": {**BASE, "embedding_size": 768},
+    "DistilBert": {
+        "hidden_size": 768,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 12,
+        "hidden_dim": 3072,
+        "vocab_size": 30_522,
+    },
+    "Albert": {
+        **BASE,
+        "vocab_size": 30_000,
+        "embedding_size": 128,
+        "hidden_dropout_prob": 0.1,
+        "attention_probs_dropout_prob": 0.1,
+    },
+}
+
 # Lengths of the sequences of a batch, and the length it is padded to.
 DENSE_8X128 = ([128] * 8, 128)
 RAGGED_32X128 = (
