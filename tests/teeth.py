@@ -385,6 +385,30 @@ FAULTS = {
         "if True:",
         "tests/models/test_bert_parity.py",
     ),
+    "RoBERTa counts on from one packed text to the next": (
+        "fastbert/models/roberta.py",
+        "before - before.gather(1, starts) + 1",
+        "before + 1",
+        "tests/models/test_families.py",
+    ),
+    "RoBERTa's padding position gets a gradient": (
+        "fastbert/models/embedding.py",
+        "if table.padding_idx is None or",
+        "if True or",
+        "tests/models/test_roberta.py",
+    ),
+    "ALBERT's groups take turns": (
+        "fastbert/models/albert.py",
+        "groups[int(place / per_group)]",
+        "groups[place % len(groups)]",
+        "tests/models/test_albert.py",
+    ),
+    "discriminator counts padding": (
+        "fastbert/models/electra.py",
+        "torch.where(counted, losses, 0).sum()",
+        "losses.sum()",
+        "tests/models/test_electra.py",
+    ),
     "Triton bias gradient reads one row too few": (
         "kernels/bias_gelu.py",
         "tl.minimum(part * part_rows + part_rows, num_rows)",

@@ -30,22 +30,6 @@ ATTENTION_IMPLEMENTATIONS = {
     "flex_attention",
     "sdpa",
 }
-PACKED_KEYWORDS = {
-    "output_hidden_states",
-    "output_attentions",
-    "return_dict",
-    "num_items_in_batch",
-    "rng_state",
-    "required_rows",
-    "keep_rows",
-    "pooled_rows",
-    "first_only",
-    "last_layer_rows",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-}
 OUR_KEYWORDS = {
     "rng_state",
     "required_rows",
@@ -53,6 +37,16 @@ OUR_KEYWORDS = {
     "pooled_rows",
     "first_only",
     "last_layer_rows",
+}
+PACKED_KEYWORDS = OUR_KEYWORDS | {
+    "output_hidden_states",
+    "output_attentions",
+    "return_dict",
+    "num_items_in_batch",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
 }
 HEAD_KEYWORDS = {"return_logits", "num_items_in_batch", "label_rows"}
 # transformers' attentions that read cu_seq_lens_q themselves.
