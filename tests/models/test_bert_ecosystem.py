@@ -99,7 +99,7 @@ def test_accelerate_leaves_subclasses_alone(caplog):
 
 
 def test_accelerate_refuses_what_it_does_not_know():
-    with pytest.raises(ValueError, match="holds no model fastbert knows; known are BertFor"):
+    with pytest.raises(ValueError, match=r"holds no model fastbert knows; known are .*BertForM"):
         fastbert.accelerate(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match="must be a torch"):
         fastbert.accelerate("bert-base-uncased")

@@ -113,6 +113,20 @@ def test_half_precision(family, task, how):
     assert {p.grad.dtype for p in ours.parameters() if p.grad is not None} == {dtype}
 
 
+@pytest.mark.parametrize(
+    "family",
+    ["Roberta", "Albert", *(pytest.param(f, marks=pytest.mark.slow) for f in LEADING[1:3])],
+)
+def test_base_width(family):
+    """The widths of the published base models, a layer of them."""
+    wide = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 1}
+    wide |= {"hidden_dim": 3072} if family == "DistilBert" else {"intermediate_size": 3072}
+    embeddings = {"Albert": {"embedding_size": 128}, "Electra": {"embedding_size": 768}}
+    overrides = {**wide, **embeddings.get(family, {})}
+    ours, theirs, config = _pair(f"{family}ForMaskedLM", train=True, overrides=overrides)
+    _check(ours, theirs, _batch(f"{family}ForMaskedLM", config))
+
+
 # --- dropout --------------------------------------------------------------------------------------
 
 
