@@ -9,8 +9,9 @@ PATH holds folders as they are published: `glue-like/sentiment_mr` (movie review
 questions and paragraphs: queries.jsonl, corpus.jsonl, qrels.tsv). Both are trained by Trainer with
 dynamic padding, batch 32, in bf16 autocast, one after the other for every seed. A metric holds if
 the means differ by at most one standard error of their difference. Speeds: of training as Trainer
-counts them, evaluations and saving included; of prediction from rows to answers, both in turn, the
-longest texts first for both. Ratios are medians over the seeds.
+counts them, evaluations and saving included; of prediction from rows to answers, both in turn, by
+Trainer in the order of the rows (retrieval: sentence-transformers' encode, which sorts by length for
+both). Ratios are medians over the seeds.
 """
 
 import argparse
@@ -149,7 +150,7 @@ def _recipe(seed: int, accelerated: bool, options) -> TrainingSettings:
 
 
 def _predicting(predictor: Predictor, rows: list[dict]):
-    return lambda: predictor.predict(rows, bf16=True)
+    return lambda: predictor.predict(rows, bf16=True, by_length=False)
 
 
 def _encoding(encoder, texts: list[str]):

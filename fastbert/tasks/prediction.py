@@ -40,13 +40,16 @@ class Predictor:
         bf16: bool = False,
         progress: bool = False,
         name: str = "rows",
+        by_length: bool = True,
     ) -> list[dict]:
-        """One answer a row, in the order of the rows; the longest are computed first.
+        """One answer a row, in the order of the rows.
 
         Args:
             rows: without labels, or with labels that are not looked at.
             batch_size: features computed at once. bf16: autocast to it.
             progress: show a bar. name: of the rows, for messages.
+            by_length: the longest rows are computed first, so that models which compute padding
+                have less of it; False: in their order, as Trainer does by itself.
 
         Raises:
             TaskError: a column is missing or holds something else, a text that is refused.
@@ -55,7 +58,8 @@ class Predictor:
         if not rows:
             return []
         self.task.check(rows, name, labelled=False)
-        encoded = self.task.encode(rows, self.tokenizer, labelled=False).by_length()
+        encoded = self.task.encode(rows, self.tokenizer, labelled=False)
+        encoded = encoded.by_length() if by_length else encoded
         with tempfile.TemporaryDirectory() as folder:
             trainer = transformers.Trainer(
                 model=self.model,
