@@ -10,7 +10,7 @@ questions and paragraphs: queries.jsonl, corpus.jsonl, qrels.tsv). Both are trai
 dynamic padding, batch 32, in bf16 autocast, one after the other for every seed. A metric holds if
 the means differ by at most one standard error of their difference. Speeds: of training as Trainer
 counts them, evaluations and saving included; of prediction from rows to answers, both in turn, by
-Trainer in the order of the rows (retrieval: sentence-transformers' encode, which sorts by length for
+Trainer in the order of the rows (retrieval: by sentence-transformers, which sorts by length for
 both). Ratios are medians over the seeds.
 """
 
