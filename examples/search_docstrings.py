@@ -9,8 +9,10 @@ fastbert.Embedder; the search is one product of matrices.
 import argparse
 import ast
 import importlib.util
+import itertools
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -50,8 +52,12 @@ def main(argv: list[str]) -> int:
 
 def docstrings(package: str, count: int) -> tuple[list[str], list[str]]:
     """Names and docstrings of a package's public functions, read without importing them."""
+    found = dict(itertools.islice(_functions(package), count))
+    return list(found), list(found.values())
+
+
+def _functions(package: str) -> Iterator[tuple[str, str]]:
     folder = Path(importlib.util.find_spec(package).origin).parent
-    found: dict[str, str] = {}
     for path in sorted(folder.rglob("*.py")):
         if "tests" in path.parts:
             continue
@@ -59,9 +65,7 @@ def docstrings(package: str, count: int) -> tuple[list[str], list[str]]:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
                 text = ast.get_docstring(node)
                 if text and len(text) > 40:
-                    found.setdefault(f"{path.relative_to(folder.parent)}:{node.name}", text)
-    names = list(found)[:count]
-    return names, [found[name] for name in names]
+                    yield f"{path.relative_to(folder.parent)}:{node.name}", text
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ def _run(name, *arguments):
     return module.main([str(a) for a in arguments])
 
 
+@pytest.mark.slow
 def test_finetune_reviews(real_checkpoint, tmp_path, capsys):
     out = tmp_path / "reviews"
     assert _run("finetune_reviews", "--out", out, "--epochs", 1) == 0
@@ -36,12 +37,10 @@ def test_search_docstrings(real_checkpoint, capsys):
 
 
 def test_own_training_loop(capsys):
-    pytest.importorskip("transformers")
     assert _run("own_training_loop", "--steps", 4, "--layers", 1, "--hidden", 64) == 0
     lines = capsys.readouterr().out.splitlines()
-    losses = [
-        [float(value) for value in line.split()[1:]] for line in lines if line[:4].strip().isdigit()
-    ]
+    steps = [line.split() for line in lines if line[:4].strip().isdigit()]
+    losses = [[float(value) for value in values[1:]] for values in steps]
     assert len(losses) == 4
     for theirs, ours in losses:
         assert ours == pytest.approx(theirs, abs=2e-5)
