@@ -27,9 +27,9 @@ def test_finetune_reviews(real_checkpoint, tmp_path, capsys):
 
 
 def test_search_docstrings(real_checkpoint, capsys):
-    assert _run("search_docstrings", "fit a polynomial", "--count", 60, "--package", "numpy") == 0
+    assert _run("search_docstrings", "fit a polynomial", "--count", 12, "--package", "numpy") == 0
     printed = capsys.readouterr().out
-    assert "60 texts in" in printed
+    assert "12 texts in" in printed
     found = printed.split("fit a polynomial\n")[1].splitlines()
     scores = [float(line.split()[0]) for line in found]
     assert len(scores) == 3

@@ -79,7 +79,14 @@ def finetune(context: typer.Context) -> None:
 def evaluate(context: typer.Context) -> None:
     """Metrics of a fine-tuned model: `fastbert evaluate MODEL DATA [--json] [options]`."""
     with errors_told():
-        given, run = _prepared(context, "evaluate", ("json", helped(bool, "print JSON"), False))
+        from fastbert.tasks.registry import read_description
+        from fastbert.tasks.trainings import ENCODERS
+
+        json_wanted = ("json", helped(bool, "print JSON"), False)
+        folder, _ = model_and_rest(context, "evaluate")
+        name = read_description(folder)["task"]
+        prepared = _prepared_encoder if name in ENCODERS else _prepared
+        given, run = prepared(context, "evaluate", json_wanted)
         metrics = run()
     print_metrics(metrics, json_wanted=given.json)
 
@@ -107,6 +114,24 @@ def _prepared(context: typer.Context, command: str, *more: tuple):
     rows = rows_of(given, partial(_read, task))
     predictor = Predictor(folder, accelerated=given.accelerated, **asdict(given.settings))
     return given, partial(getattr(predictor, command), rows, **forward_options(given))
+
+
+def _prepared_encoder(context: typer.Context, command: str, *more: tuple):
+    """The same of a bi-encoder or a cross-encoder."""
+    from fastbert.tasks import read_rows
+    from fastbert.tasks.registry import read_description
+    from fastbert.tasks.trainings import ENCODERS
+
+    folder, rest = model_and_rest(context, command)
+    description = read_description(folder)
+    kind = ENCODERS[description["task"]]
+    settings = kind.settings_class(**description["settings"])
+    given = parsed(command, rest, settings, *computing(32), *more)
+    options = forward_options(given)
+    options.pop("progress")
+    options["accelerated"] = given.accelerated
+    rows = rows_of(given, read_rows)
+    return given, partial(kind.evaluate, folder, rows, given.settings, **options)
 
 
 def _read(task, source: str, split: str | None) -> list[dict]:

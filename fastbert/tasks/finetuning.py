@@ -10,7 +10,7 @@ from fastbert.tasks.card import write_card
 from fastbert.tasks.models import load_model, load_tokenizer
 from fastbert.tasks.plots import draw
 from fastbert.tasks.recipe import TrainingSettings, callbacks_of, optimizer_of, trainer_arguments
-from fastbert.tasks.registry import task_class, write_task
+from fastbert.tasks.registry import task_class, write_description
 from fastbert.tasks.resuming import Checkpoints
 from fastbert.tasks.runs import (
     Finetuned,
@@ -99,7 +99,7 @@ def finetune(
     predicted = trainer.predict(judged.features, metric_key_prefix="eval")
     metrics = plain(predicted.metrics)
     trainer.save_model(str(output))
-    write_task(worker, output)
+    write_description(worker.description(), output)
     result = Finetuned(
         output,
         metrics,

@@ -12,6 +12,7 @@ from fastbert.models.accelerate import accelerate
 from fastbert.tasks.card import picture_lines
 from fastbert.tasks.plots import draw_history
 from fastbert.tasks.recipe import TrainingSettings
+from fastbert.tasks.registry import write_description
 from fastbert.tasks.resuming import Checkpoints
 from fastbert.tasks.runs import (
     Finetuned,
@@ -58,35 +59,51 @@ def checked_rows(
     output: str | Path,
     settings: PairSettings,
     training: TrainingSettings,
-    *,
-    bounds: tuple[float, float],
-    negative: str | None = None,
+    **checks,
 ) -> tuple[Path, list[dict], list[dict]]:
     """The folder to write, rows to train and rows to judge by.
 
     Args:
         sources, splits: of training and evaluation.
         output, settings, training: of the run.
-        bounds: what a score lies in.
-        negative: column of a third text.
+        checks: arguments of `check`.
 
     Raises:
         TaskError: what does not fit, with its row.
     """
     folder = output_folder(output)
     rows, held_out = rows_and_held_out(*sources, *splits, training.seed)
-    columns = {"first": settings.first, "second": settings.second, "score": settings.score}
-    columns["negative"] = negative
     for name, some in (("train", rows), ("evaluation", held_out)):
-        check_columns(some, columns, name)
-        check_texts(some, [settings.first, settings.second, negative], name)
-        for number, row in enumerate(some, 1):
-            if settings.score is not None and not _within(row[settings.score], bounds):
-                raise TaskError(
-                    f"{name}, row {number}: {settings.score!r} must be a number in "
-                    f"[{bounds[0]:g}, {bounds[1]:g}], got {row[settings.score]!r}"
-                )
+        check(some, settings, name, **checks)
     return folder, rows, held_out
+
+
+def check(
+    rows: Sequence[dict],
+    settings: PairSettings,
+    name: str,
+    *,
+    bounds: tuple[float, float],
+    negative: str | None = None,
+) -> None:
+    """
+    Args:
+        rows, settings: rows and their columns. name: of the rows, for messages.
+        bounds: what a score lies in.
+        negative: column of a third text.
+
+    Raises:
+        TaskError: what does not fit, with its row.
+    """
+    columns = {"first": settings.first, "second": settings.second, "score": settings.score}
+    check_columns(rows, {**columns, "negative": negative}, name)
+    check_texts(rows, [settings.first, settings.second, negative], name)
+    for number, row in enumerate(rows, 1):
+        if settings.score is not None and not _within(row[settings.score], bounds):
+            raise TaskError(
+                f"{name}, row {number}: {settings.score!r} must be a number in "
+                f"[{bounds[0]:g}, {bounds[1]:g}], got {row[settings.score]!r}"
+            )
 
 
 def _within(value, bounds: tuple[float, float]) -> bool:
@@ -123,13 +140,25 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def judged(network, evaluator, *, accelerated: bool = True, bf16: bool = False) -> dict[str, float]:
+    """What an evaluator says of a sentence-transformers model."""
+    network = accelerate(network) if accelerated else network
+    with torch.autocast(network.device.type, torch.bfloat16, enabled=bf16):
+        return _plain(evaluator(network))
+
+
 def accelerated(network, training: TrainingSettings):
     """The sentence-transformers model with fastbert inside, unless the recipe leaves it out."""
     return accelerate(network) if training.accelerated else network
 
 
 def run(
-    trainer, network, checkpoints: Checkpoints, settings: PairSettings, training: TrainingSettings
+    task: str,
+    trainer,
+    network,
+    checkpoints: Checkpoints,
+    settings: PairSettings,
+    training: TrainingSettings,
 ) -> Finetuned:
     """Trains, judges the best epoch and writes the model and a card."""
     (best,) = _plain({trainer.args.metric_for_best_model.removeprefix("eval_"): 0.0})
@@ -147,6 +176,7 @@ def run(
     # sentence-transformers has written a card.
     with (folder / "README.md").open("a", encoding="utf-8") as card:
         card.write("\n".join(["", *picture_lines(pictures)]))
+    write_description({"task": task, "settings": asdict(settings)}, folder)
     write_metrics(result, settings=asdict(settings), training=asdict(training))
     checkpoints.remove()
     return result

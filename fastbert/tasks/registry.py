@@ -30,10 +30,22 @@ def task_class(name: str) -> type[Task]:
     return TASKS.get(name) or GLUE_TASKS[glue]
 
 
-def write_task(task: Task, folder: Path) -> None:
-    """Writes what `read_task` reads."""
-    text = json.dumps(task.description(), indent=2, ensure_ascii=False)
+def write_description(description: dict, folder: Path) -> None:
+    """Writes what `read_description` reads: the task's name and its settings."""
+    text = json.dumps(description, indent=2, ensure_ascii=False)
     (folder / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
+
+
+def read_description(folder: str | Path) -> dict:
+    """What a model was fine-tuned on.
+
+    Raises:
+        TaskError: a folder that `finetune` did not write.
+    """
+    path = Path(folder) / DESCRIPTION
+    if not path.is_file():
+        raise TaskError(f"{folder} has no {DESCRIPTION}; `fastbert finetune` writes such folders")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def read_task(folder: str | Path, **changes) -> Task:
@@ -46,10 +58,12 @@ def read_task(folder: str | Path, **changes) -> Task:
     Raises:
         TaskError: a folder without a task, a setting the task does not have.
     """
-    path = Path(folder) / DESCRIPTION
-    if not path.is_file():
-        raise TaskError(f"{folder} has no {DESCRIPTION}; `fastbert finetune` writes such folders")
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = read_description(folder)
+    if found["task"] not in TASKS:
+        raise TaskError(
+            f"{folder} is a {found['task']} and has no answers of its own: use `fastbert encode` "
+            "and `similarity` with a bi-encoder, `rerank` with a cross-encoder"
+        )
     kind = task_class(found["task"])
     return kind(settings_of(kind, found["settings"] | changes), found["labels"])
 

@@ -119,11 +119,32 @@ def finetune_cross_encoder(
         ),
         train_dataset=_dataset(lists if listwise else rows, settings),
         loss=_loss(network, settings, training),
-        evaluator=_evaluator(held_out, judged, settings, training),
+        evaluator=_evaluator(held_out, judged, settings, training.batch_size),
         optimizers=(optimizer_of(network, training), None),
         callbacks=callbacks_of(training),
     )
-    return pairs.run(trainer, network, checkpoints, settings, training)
+    return pairs.run("cross-encoder", trainer, network, checkpoints, settings, training)
+
+
+def evaluate_cross_encoder(
+    folder: str | Path,
+    rows: Sequence[dict],
+    settings: CrossEncoderSettings,
+    *,
+    batch_size: int = 32,
+    name: str = "rows",
+    **options,
+) -> dict[str, float]:
+    """The metrics `finetune_cross_encoder` judges by; arguments as of `evaluate_bi_encoder`."""
+    from sentence_transformers import CrossEncoder
+
+    rows = list(rows)
+    pairs.check(rows, settings, name, bounds=BOUNDS[settings.loss])
+    network = CrossEncoder(str(folder), max_length=settings.max_length, device=pairs.device())
+    texts = [(row[settings.first], row[settings.second]) for row in rows]
+    pairs.check_lengths(network.tokenizer, texts, settings, name)
+    lists = [one for one in _lists(rows, settings) if _has_both(one, settings)]
+    return pairs.judged(network, _evaluator(rows, lists, settings, batch_size), **options)
 
 
 def _lists(rows: list[dict], settings: CrossEncoderSettings) -> list[dict]:
@@ -167,12 +188,12 @@ def _loss(network, settings: CrossEncoderSettings, training: TrainingSettings):
 
 
 def _evaluator(
-    rows: list[dict], lists: list[dict], settings: CrossEncoderSettings, training: TrainingSettings
+    rows: list[dict], lists: list[dict], settings: CrossEncoderSettings, batch_size: int
 ):
     from sentence_transformers.cross_encoder import evaluation
     from sentence_transformers.sentence_transformer.evaluation import SequentialEvaluator
 
-    options = {"write_csv": False, "batch_size": training.batch_size}
+    options = {"write_csv": False, "batch_size": batch_size}
     judges = [
         evaluation.CrossEncoderCorrelationEvaluator(
             [(row[settings.first], row[settings.second]) for row in rows],

@@ -106,11 +106,41 @@ def finetune_bi_encoder(
         ),
         train_dataset=_dataset(rows, settings),
         loss=_loss(network, settings),
-        evaluator=_evaluator(held_out, settings, training),
+        evaluator=_evaluator(held_out, settings, training.batch_size),
         optimizers=(optimizer_of(network, training), None),
         callbacks=callbacks_of(training),
     )
-    return pairs.run(trainer, network, checkpoints, settings, training)
+    return pairs.run("bi-encoder", trainer, network, checkpoints, settings, training)
+
+
+def evaluate_bi_encoder(
+    folder: str | Path,
+    rows: Sequence[dict],
+    settings: BiEncoderSettings,
+    *,
+    batch_size: int = 32,
+    name: str = "rows",
+    **options,
+) -> dict[str, float]:
+    """The metrics `finetune_bi_encoder` judges by.
+
+    Args:
+        folder: a sentence-transformers model. rows, settings: with their columns.
+        batch_size: texts computed at once. name: of the rows, for messages.
+        options: accelerated and bf16, as of `Predictor`.
+
+    Raises:
+        TaskError: rows that do not fit, a text that is refused.
+    """
+    from sentence_transformers import SentenceTransformer
+
+    rows = list(rows)
+    pairs.check(rows, settings, name, bounds=(-1, 1), negative=settings.negative)
+    network = SentenceTransformer(str(folder), device=pairs.device())
+    network.max_seq_length = settings.max_length
+    for column in _columns(settings).values():
+        pairs.check_lengths(network.tokenizer, [row[column] for row in rows], settings, name)
+    return pairs.judged(network, _evaluator(rows, settings, batch_size), **options)
 
 
 def _columns(settings: BiEncoderSettings) -> dict[str, str]:
@@ -137,10 +167,10 @@ def _loss(network, settings: BiEncoderSettings):
     return losses.MultipleNegativesRankingLoss(network)
 
 
-def _evaluator(rows: list[dict], settings: BiEncoderSettings, training: TrainingSettings):
+def _evaluator(rows: list[dict], settings: BiEncoderSettings, batch_size: int):
     from sentence_transformers.sentence_transformer import evaluation
 
-    options = {"write_csv": False, "batch_size": training.batch_size}
+    options = {"write_csv": False, "batch_size": batch_size}
     texts = {name: [row[c] for row in rows] for name, c in _columns(settings).items()}
     firsts, seconds = texts["first"], texts["second"]
     if settings.score is not None:

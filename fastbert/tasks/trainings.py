@@ -6,8 +6,12 @@ from functools import partial
 
 from fastbert.tasks.finetuning import finetune
 from fastbert.tasks.registry import TASKS, task_class
-from fastbert.tasks.reranking import CrossEncoderSettings, finetune_cross_encoder
-from fastbert.tasks.retrieval import BiEncoderSettings, finetune_bi_encoder
+from fastbert.tasks.reranking import (
+    CrossEncoderSettings,
+    evaluate_cross_encoder,
+    finetune_cross_encoder,
+)
+from fastbert.tasks.retrieval import BiEncoderSettings, evaluate_bi_encoder, finetune_bi_encoder
 from fastbert.tasks.tables import TaskError
 
 
@@ -17,15 +21,17 @@ class Training:
     Attributes:
         settings_class: columns and lengths; all have defaults.
         run: trains; takes what `finetune` takes behind the task.
+        evaluate: of an encoder, gives the metrics of a folder.
     """
 
     settings_class: type
     run: Callable
+    evaluate: Callable | None = None
 
 
 ENCODERS = {
-    "bi-encoder": Training(BiEncoderSettings, finetune_bi_encoder),
-    "cross-encoder": Training(CrossEncoderSettings, finetune_cross_encoder),
+    "bi-encoder": Training(BiEncoderSettings, finetune_bi_encoder, evaluate_bi_encoder),
+    "cross-encoder": Training(CrossEncoderSettings, finetune_cross_encoder, evaluate_cross_encoder),
 }
 NAMES = (*TASKS, *ENCODERS)
 

@@ -74,6 +74,17 @@ def test_encoders_are_trained(checkpoint, task, tmp_path):
     )
     assert ("spearman" if task == "cross-encoder" else "ndcg@10") in told.stdout
     assert (tmp_path / "model" / "model.safetensors").is_file()
+    judge = ("evaluate", tmp_path / "model", tmp_path / "train.csv")
+    metrics = json.loads(_run(*judge, "--json").stdout)
+    assert ("spearman" if task == "cross-encoder" else "recall@10") in metrics
+    again = _run(
+        "evaluate", tmp_path / "model", tmp_path / "train.csv", "--no-accelerated", "--json"
+    )
+    assert json.loads(again.stdout) == pytest.approx(metrics, abs=1e-4)
+    told = _run("evaluate", tmp_path / "model", tmp_path / "train.csv", "--first", "q", ok=False)
+    assert "no column 'q'" in told.stderr
+    told = _run("predict", tmp_path / "model", tmp_path / "train.csv", ok=False)
+    assert "no answers of its own: use `fastbert" in told.stderr
 
 
 def test_help_lists_the_options_of_a_task():
