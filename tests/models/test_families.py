@@ -22,7 +22,6 @@ from fastbert.reference.philox import (
     layer_site,
 )
 from fastbert.testing.compare import assert_bitwise_equal, compare_gradients
-from fastbert.testing.compare import compare_gradients
 from fastbert.testing.counters import assert_ran
 from fastbert.testing.dropout import StreamDropout, stream_attention_dropout
 from fastbert.testing.inputs import padded_batch, small_config
@@ -393,6 +392,8 @@ def test_inference_runs_all_layers_by_one_op(family):
         with use_backend(encoder="reference"):
             expected = ours(**inputs).last_hidden_state
     assert_bitwise_equal(actual, expected, family)
+
+
 # --- compiled and traced --------------------------------------------------------------------------
 
 
