@@ -126,7 +126,10 @@ def emulated_part():
     included = []
     for kernel in CSRC.glob("cuda/*.cu"):
         included.append(folder / f"{kernel.stem}.cpp")
-        included[-1].write_text(f'#include "{kernel}"\n')
+        line = f'#include "{kernel}"\n'
+        # Rewritten, it would be newer than what was compiled from it.
+        if not included[-1].is_file() or included[-1].read_text() != line:
+            included[-1].write_text(line)
     sources = [*included, *CSRC.glob("cuda/ops/*.cpp"), *CSRC.glob("cuda_on_cpu/*.cpp")]
     return CppExtension(
         "fastbert._C_emulated",

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "common/dtype.h"
 #include "common/philox.h"
 #include "cpu/inline.h"
 #include "cpu/normal_tables.h"
@@ -19,8 +20,6 @@ struct bfloat16 {
 struct float16 {
   uint16_t bits;
 };
-
-enum class Dtype { kFloat, kBFloat16, kHalf };
 
 // Rows whose gradients of weights are summed together before the sums are added up in order; a
 // constant, so that the sums do not depend on the number of threads.

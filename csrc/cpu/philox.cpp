@@ -36,12 +36,7 @@ at::Tensor row_keep_mask_cpu(const at::Tensor& rng_state, int64_t num_rows, int6
 at::Tensor score_keep_mask_cpu(const at::Tensor& rng_state, const at::Tensor& sequences,
                                int64_t num_heads, int64_t seqlen_q, int64_t seqlen_k,
                                int64_t threshold, int64_t site) {
-  TORCH_CHECK(sequences.dim() == 1 && sequences.scalar_type() == at::kLong,
-              "score_keep_mask: sequences must be int64 of shape (b,), got ", sequences.sizes());
-  TORCH_CHECK_VALUE(seqlen_q <= 131072 && seqlen_k <= 262144,
-                    "dropout of attention probabilities: at most 131072 queries and 262144 keys "
-                    "in a sequence, got ",
-                    seqlen_q, " and ", seqlen_k);
+  check_score_mask(sequences, seqlen_q, seqlen_k);
   const int64_t batch = sequences.size(0);
   at::Tensor mask =
       at::empty({batch, num_heads, seqlen_q, seqlen_k}, rng_state.options().dtype(at::kBool));

@@ -4,30 +4,16 @@
 #include <ATen/ATen.h>
 
 #include "common/dropout.h"
+#include "common/tensors.h"
 #include "cpu/kernels.h"
 
 namespace fastbert {
-
-inline Dtype dtype_of(const at::Tensor& t, const char* op) {
-  switch (t.scalar_type()) {
-    case at::kFloat:
-      return Dtype::kFloat;
-    case at::kBFloat16:
-      return Dtype::kBFloat16;
-    case at::kHalf:
-      return Dtype::kHalf;
-    default:
-      TORCH_CHECK_TYPE(false, op, ": the C++ kernels take fp32, bf16 and fp16, got ",
-                       t.scalar_type());
-  }
-}
 
 // A vector of parameters in fp32; undefined where there is none.
 inline at::Tensor float_vector(const std::optional<at::Tensor>& t, int64_t size, const char* op,
                                const char* name) {
   if (!t.has_value()) return {};
-  TORCH_CHECK_VALUE(t->dim() == 1 && t->size(0) == size, op, ": ", name, " must have shape (", size,
-                    ",), got ", t->sizes());
+  check_vector(*t, size, op, name);
   return t->to(at::kFloat).contiguous();
 }
 

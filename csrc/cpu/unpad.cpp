@@ -2,31 +2,19 @@
 #include <ATen/ATen.h>
 
 #include <cstring>
-#include <vector>
 
+#include "common/tensors.h"
 #include "cpu/parallel.h"
 #include "cpu/workspace.h"
 
 namespace fastbert {
 namespace {
 
-int64_t bytes_per_row(const at::Tensor& x) {
-  int64_t bytes = x.element_size();
-  for (int64_t d = 1; d < x.dim(); ++d) bytes *= x.size(d);
-  return bytes;
-}
-
 void check_indices(const char* op, const int64_t* index, int64_t count, int64_t rows) {
   for (int64_t i = 0; i < count; ++i) {
     TORCH_CHECK_INDEX(index[i] >= 0 && index[i] < rows, op, ": index ", index[i], " at ", i,
                       " is outside the ", rows, " rows");
   }
-}
-
-std::vector<int64_t> with_rows(const at::Tensor& x, int64_t rows) {
-  std::vector<int64_t> sizes = x.sizes().vec();
-  sizes[0] = rows;
-  return sizes;
 }
 
 int64_t grain_of(int64_t bytes) {
@@ -40,7 +28,7 @@ at::Tensor unpad_cpu(const at::Tensor& x, const at::Tensor& indices) {
   const int64_t count = index.numel(), bytes = bytes_per_row(x);
   const int64_t* at = index.const_data_ptr<int64_t>();
   check_indices("unpad", at, count, x.size(0));
-  at::Tensor y = empty_from_pool(with_rows(x, count), input.options());
+  at::Tensor y = empty_from_pool(sizes_with_rows(x, count), input.options());
   if (y.numel() == 0) return y;
   const char* from = static_cast<const char*>(input.const_data_ptr());
   char* to = static_cast<char*>(y.mutable_data_ptr());
@@ -55,7 +43,7 @@ at::Tensor pad_cpu(const at::Tensor& x, const at::Tensor& indices, int64_t num_r
   const int64_t count = index.numel(), bytes = bytes_per_row(x);
   const int64_t* at = index.const_data_ptr<int64_t>();
   check_indices("pad", at, count, num_rows);
-  at::Tensor y = empty_from_pool(with_rows(x, num_rows), input.options());
+  at::Tensor y = empty_from_pool(sizes_with_rows(x, num_rows), input.options());
   if (y.numel() == 0) return y;
   // Each row is written once: where it comes from first, then the rows in order.
   Workspace sources(num_rows * sizeof(int64_t));
