@@ -66,6 +66,11 @@ at::Tensor FASTBERT_CUDA_OP(attention_packed_qkv_bwd)(const at::Tensor&, const a
                                                       const at::Tensor&, int64_t, double,
                                                       c10::OptionalArrayRef<int64_t>, double,
                                                       int64_t, const std::optional<at::Tensor>&);
+at::Tensor FASTBERT_CUDA_OP(unpad)(const at::Tensor&, const at::Tensor&);
+at::Tensor FASTBERT_CUDA_OP(pad)(const at::Tensor&, const at::Tensor&, int64_t);
+at::Tensor FASTBERT_CUDA_OP(row_keep_mask)(const at::Tensor&, int64_t, int64_t, int64_t, int64_t);
+at::Tensor FASTBERT_CUDA_OP(score_keep_mask)(const at::Tensor&, const at::Tensor&, int64_t, int64_t,
+                                             int64_t, int64_t, int64_t);
 
 }  // namespace fastbert
 
@@ -99,6 +104,10 @@ TORCH_LIBRARY_IMPL(fastbert, FASTBERT_CUDA_KEY, m) {
   registered("attention_fwd", &fastbert::FASTBERT_CUDA_OP(attention_fwd));
   registered("attention_bwd", &fastbert::FASTBERT_CUDA_OP(attention_bwd));
   registered("attention_packed_qkv_bwd", &fastbert::FASTBERT_CUDA_OP(attention_packed_qkv_bwd));
+  registered("unpad", &fastbert::FASTBERT_CUDA_OP(unpad));
+  registered("pad", &fastbert::FASTBERT_CUDA_OP(pad));
+  registered("row_keep_mask", &fastbert::FASTBERT_CUDA_OP(row_keep_mask));
+  registered("score_keep_mask", &fastbert::FASTBERT_CUDA_OP(score_keep_mask));
 }
 
 #if defined(FASTBERT_CUDA_ON_CPU)

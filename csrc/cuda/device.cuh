@@ -76,6 +76,11 @@ __device__ __forceinline__ void copy_async_wait() {
 
 __device__ __forceinline__ void check_aligned(const void*, size_t) {}
 
+// Ends the launch: what an index outside would read or write is somebody else's.
+__device__ __forceinline__ void check_index(int64_t index, int64_t size) {
+  if (index < 0 || index >= size) __trap();
+}
+
 // --- launching ---
 
 inline void check_cuda(cudaError_t error, const char* what) {

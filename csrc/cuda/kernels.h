@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/dtype.h"
+
 #if defined(FASTBERT_CUDA_ON_CPU)
 namespace fastbert {
 using Stream = void*;
@@ -17,8 +19,6 @@ using Stream = cudaStream_t;
 #endif
 
 namespace fastbert {
-
-enum class Dtype : int { kFloat, kBFloat16, kHalf };
 
 struct ConstVector {
   const void* data;  // (columns,), null where there is none
@@ -268,5 +268,37 @@ struct Attention {
 };
 void launch_attention_fwd(const Attention& a, Stream stream);
 void launch_attention_bwd(const Attention& a, Stream stream);
+
+// --- unpad: letters R rows of the longer tensor, T rows ---
+
+struct MoveRows {
+  bool scatter;  // from T rows to R, else from R to T
+  int64_t rows, longer_rows;
+  int64_t row_bytes;
+  int word_bytes;          // 1, 2, 4, 8 or 16; row_bytes and the addresses are multiples of it
+  const int64_t* indices;  // (T,), unique, rows of the longer tensor
+  const void* from;
+  void* to;
+};
+void launch_move_rows(const MoveRows& a, Stream stream);
+
+// --- philox: letters T rows, C columns; b sequences, N heads, Sq queries, Sk keys ---
+
+struct RowKeepMask {
+  Dropout dropout;
+  bool wide;  // rows are whole runs of sixteen
+  int64_t rows, columns;
+  bool* mask;  // (T, C)
+};
+void launch_row_keep_mask(const RowKeepMask& a, Stream stream);
+
+struct ScoreKeepMask {
+  Dropout dropout;
+  bool wide;
+  int64_t count, heads, queries, keys;
+  const int64_t* sequences;  // (b,), places in cu_seqlens
+  bool* mask;                // (b, N, Sq, Sk)
+};
+void launch_score_keep_mask(const ScoreKeepMask& a, Stream stream);
 
 }  // namespace fastbert

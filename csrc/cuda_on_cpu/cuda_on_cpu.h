@@ -84,6 +84,7 @@ void copy_async_commit();
 void copy_async_wait(int groups_in_flight);
 
 void check_aligned(const void* at, size_t alignment);
+void check_index(int64_t index, int64_t size);
 
 template <typename T>
 class SharedElement {
@@ -197,6 +198,8 @@ void copy_async_wait() {
 inline void check_aligned(const void* at, size_t alignment) {
   cuda_on_cpu::check_aligned(at, alignment);
 }
+
+inline void check_index(int64_t index, int64_t size) { cuda_on_cpu::check_index(index, size); }
 
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, Stream,

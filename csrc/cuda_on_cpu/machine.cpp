@@ -561,6 +561,13 @@ void check_aligned(const void* at, size_t alignment) {
   }
 }
 
+void check_index(int64_t index, int64_t size) {
+  if (index < 0 || index >= size) {
+    fail("thread " + std::to_string(machine().current().number) + " uses index " +
+         std::to_string(index) + ", which is outside the " + std::to_string(size) + " rows");
+  }
+}
+
 void copy_async(void* to, const void* from, size_t bytes, size_t valid) {
   check_shared(to, bytes, bytes, /*write=*/true);
   check_aligned(from, bytes);

@@ -33,6 +33,7 @@ row_keep_mask_op = register_op(
     reference=row_keep_mask_reference,
     triton="fastbert.kernels.philox:row_keep_mask",
     cpu=True,
+    cuda=True,
 )
 score_keep_mask_op = register_op(
     "score_keep_mask",
@@ -43,6 +44,7 @@ score_keep_mask_op = register_op(
     reference=score_keep_mask_reference,
     triton="fastbert.kernels.philox:score_keep_mask",
     cpu=True,
+    cuda=True,
 )
 
 

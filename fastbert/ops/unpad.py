@@ -22,6 +22,7 @@ unpad_op = dispatch.register_op(
     reference=unpad_reference,
     triton="fastbert.kernels.unpad:unpad",
     cpu=True,
+    cuda=True,
 )
 pad_op = dispatch.register_op(
     "pad",
@@ -31,6 +32,7 @@ pad_op = dispatch.register_op(
     reference=pad_reference,
     triton="fastbert.kernels.unpad:pad",
     cpu=True,
+    cuda=True,
 )
 
 

@@ -12,6 +12,7 @@ from fastbert.ops.bias_gelu import bias_gelu_bwd
 from fastbert.ops.embed_layer_norm import embed_layer_norm
 from fastbert.ops.mlm_cross_entropy import mlm_cross_entropy
 from fastbert.ops.philox import row_keep_mask
+from fastbert.ops.unpad import pad, unpad
 from fastbert.testing.compare import assert_bitwise_equal, op_check
 from fastbert.testing.counters import assert_ran
 
@@ -170,3 +171,23 @@ def test_cuda_kernels_refuse_what_they_do_not_take():
     wide = torch.randn(2, 8200)
     with pytest.raises(NotImplementedError, match="8200 columns"):
         add_layer_norm(wide, None, torch.ones(8200), eps=EPS)
+
+
+@pytest.mark.parametrize("index", [-1, 4])
+def test_cuda_unpad_outside_of_its_rows(index):
+    """A GPU ends the launch; nothing is read or written there."""
+    indices = torch.tensor([0, index])
+    with pytest.raises(RuntimeError, match=f"index {index}, which is outside the 4 rows"):
+        unpad(torch.randn(4, 8), indices)
+    with pytest.raises(RuntimeError, match=f"index {index}, which is outside the 4 rows"):
+        pad(torch.randn(2, 8), indices, 4)
+
+
+@pytest.mark.parametrize("first", range(5))
+def test_cuda_unpad_moves_words_of_every_length(first):
+    """Rows of 32 bytes that begin on a boundary of 16, 8, 4, 2 bytes and of one."""
+    offset = (0, 8, 4, 2, 1)[first]
+    x = torch.arange(6 * 32 + offset).to(torch.uint8)[offset:].view(6, 32)
+    indices = torch.tensor([5, 0, 3])
+    assert_bitwise_equal(unpad(x, indices), x[indices], "unpad")
+    assert_bitwise_equal(pad(x[:3], indices, 6)[indices], x[:3], "pad")

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/dropout.h"
+#include "common/tensors.h"
 #include "cuda/kernels.h"
 
 #if defined(FASTBERT_CUDA_ON_CPU)
@@ -37,26 +38,11 @@ class DeviceGuard {
 };
 #endif
 
-inline Dtype dtype_of(const at::Tensor& t, const char* op) {
-  switch (t.scalar_type()) {
-    case at::kFloat:
-      return Dtype::kFloat;
-    case at::kBFloat16:
-      return Dtype::kBFloat16;
-    case at::kHalf:
-      return Dtype::kHalf;
-    default:
-      TORCH_CHECK_TYPE(false, op, ": the CUDA kernels take fp32, bf16 and fp16, got ",
-                       t.scalar_type());
-  }
-}
-
 // A vector of parameters, of any of the dtypes; the tensor that holds it must outlive the launch.
 inline at::Tensor vector_of(const std::optional<at::Tensor>& t, int64_t size, const char* op,
                             const char* name) {
   if (!t.has_value()) return {};
-  TORCH_CHECK_VALUE(t->dim() == 1 && t->size(0) == size, op, ": ", name, " must have shape (", size,
-                    ",), got ", t->sizes());
+  check_vector(*t, size, op, name);
   return t->contiguous();
 }
 
@@ -82,14 +68,17 @@ inline bool are_wide(int64_t columns, std::initializer_list<at::Tensor> tensors)
   return true;
 }
 
-inline Dropout dropout_of(double p, int64_t site, const at::Tensor& rng_state) {
-  const uint32_t threshold = dropout_threshold(p);
+inline Dropout dropout_of_threshold(uint32_t threshold, int64_t site, const at::Tensor& rng_state) {
   if (threshold == 0) return {nullptr, 0, 0, 1.0f};
   TORCH_CHECK_VALUE(rng_state.defined() && rng_state.numel() == 2 &&
                         rng_state.scalar_type() == at::kLong && rng_state.is_contiguous(),
                     "rng_state must be contiguous int64 of shape (2,) where dropout_p > 0");
   return {rng_state.const_data_ptr<int64_t>(), static_cast<uint32_t>(site), threshold,
           dropout_scale(threshold)};
+}
+
+inline Dropout dropout_of(double p, int64_t site, const at::Tensor& rng_state) {
+  return dropout_of_threshold(dropout_threshold(p), site, rng_state);
 }
 
 // Sums fp32 (vectors, parts, columns) over the parts into the vectors given.
