@@ -13,7 +13,7 @@ SOURCES = $(wildcard csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/common/*.h)
 CUDA_SOURCES = $(wildcard csrc/register_cuda.cpp csrc/cuda/*.cu csrc/cuda/*.cuh csrc/cuda/*.h \
 	csrc/cuda/ops/* csrc/cuda_on_cpu/*)
 
-.PHONY: demo test test-full test-emulated emulated sanitize bench lint format env clean
+.PHONY: demo test test-full test-emulated emulated sanitize sanitize-emulated bench lint format env clean
 
 demo: .venv/.installed build/models/.installed
 	$(PY) examples/demo.py
@@ -29,7 +29,7 @@ test-full: .venv/.installed build/models/.installed build/older-triton/.installe
 	$(MAKE) test-emulated
 	$(PY) tests/teeth.py
 	$(PY) benchmarks/gpu/cuda_report.py --check --targets all
-	$(MAKE) sanitize
+	$(MAKE) sanitize sanitize-emulated
 
 # The CUDA kernels, compiled for the CPU with every wait and shared access checked, through the tests
 # of their ops: in the order of the threads' numbers, then in two random ones.
@@ -49,12 +49,21 @@ emulated: .venv/.emulated
 # package (which python -m would pass over); python itself is not built with them, so their runtime
 # is loaded before it.
 SANITIZED = build/sanitize
-sanitize: .venv/.installed
-	FASTBERT_SANITIZE=1 FASTBERT_BUILD=cpu $(PY) setup.py -q build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
-	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+BUILD_SANITIZED = FASTBERT_SANITIZE=1 FASTBERT_BUILD=$(1) $(PY) setup.py -q build \
+	--build-base $(SANITIZED)/$(1) --build-lib $(SANITIZED)/lib
+TEST_SANITIZED = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	PYTHONPATH=$(SANITIZED)/lib OMP_NUM_THREADS=2 \
-	.venv/bin/pytest -q -p no:cacheprovider -m "not slow" -k "cpu and not opcheck" tests/ops
+	.venv/bin/pytest -q -p no:cacheprovider -m "not slow" -k "$(1) and not opcheck"
+
+sanitize: .venv/.installed
+	$(call BUILD_SANITIZED,cpu)
+	$(call TEST_SANITIZED,cpu) tests/ops
+
+# And the emulated CUDA kernels; the sanitiser is told of every change of stacks (machine.cpp).
+sanitize-emulated: .venv/.installed
+	$(call BUILD_SANITIZED,cuda_emulated)
+	$(call TEST_SANITIZED,cuda_emulated) tests/ops tests/kernels
 
 bench: .venv/.installed
 	$(PY) -m pytest benchmarks --benchmark-only
