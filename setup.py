@@ -1,11 +1,12 @@
 """Builds fastbert, with those of its compiled parts that are possible.
 
 `fastbert._C` holds the C++ kernels, `fastbert._C_cuda` the CUDA kernels. FASTBERT_BUILD=auto|none|
-cpu|cuda|cuda_emulated: `auto` (the default) builds what this machine has compilers for and records
-why it left the rest out; `cpu` and `cuda` fail where they cannot be built; `cuda_emulated` builds
-nothing but `fastbert._C_emulated`, the CUDA kernels run by a CPU for tests. The choice looks for
-compilers, never for a GPU; TORCH_CUDA_ARCH_LIST says for which ones. Code is compiled against the
-torch that is installed, so the build must see it: `pip install --no-build-isolation`.
+cpu|cuda|cuda_only|cuda_emulated: `auto` (the default) builds what this machine has compilers for
+and records why it left the rest out; `cpu` and `cuda` fail where they cannot be built; `cuda_only`
+is `cuda` without the C++ kernels; `cuda_emulated` builds nothing but `fastbert._C_emulated`, the
+CUDA kernels run by a CPU for tests. The choice looks for compilers, never for a GPU;
+TORCH_CUDA_ARCH_LIST says for which ones. Code is compiled against the torch that is installed, so
+the build must see it: `pip install --no-build-isolation`.
 FASTBERT_SANITIZE=1 builds with address and undefined-behaviour checks (`make sanitize`).
 """
 
@@ -36,6 +37,8 @@ SANITIZERS = [
     "-fno-omit-frame-pointer",
 ]
 CHECKS = SANITIZERS if os.environ.get("FASTBERT_SANITIZE") == "1" else []
+# Beginnings of the names of the sources with the most instances.
+LONGEST = ("isa_portable", "attention_bwd")
 PACKAGE_DIR = {"fastbert": "fastbert", "fastbert.kernels": "kernels"}
 
 
@@ -45,6 +48,7 @@ WANTED = {
     "none": (("_C", "_C_cuda"), ()),
     "cpu": (("_C",), ("_C",)),
     "cuda": (("_C", "_C_cuda"), ("_C", "_C_cuda")),
+    "cuda_only": (("_C_cuda",), ("_C_cuda",)),
     "cuda_emulated": (("_C_emulated",), ("_C_emulated",)),
 }
 
@@ -189,6 +193,12 @@ def build_extension_command():
             folder = ROOT if self.inplace or self.editable_mode else Path(self.build_lib)
             self.record_folder = folder / "fastbert"
             super().run()
+
+        def swig_sources(self, sources, *arguments):
+            """Called between setuptools' sorting and compiling: what compiles longest comes first,
+            so that no other core waits for it in the end."""
+            rest = super().swig_sources(sources, *arguments)
+            return sorted(rest, key=lambda source: not Path(source).stem.startswith(LONGEST))
 
         def build_extensions(self):
             wanted, self.extensions = self.extensions, []

@@ -88,7 +88,7 @@ def test_pure_python_wheel_records_why(tmp_path):
     ("mode", "message"),
     [
         ("cuda", "was built without CUDA"),
-        ("fast", "must be one of auto, none, cpu, cuda, cuda_emulated, got 'fast'"),
+        ("fast", "must be one of auto, none, cpu, cuda, cuda_only, cuda_emulated, got 'fast'"),
     ],
 )
 def test_explicit_build_that_cannot_be_is_an_error(tmp_path, mode, message):
