@@ -11,6 +11,7 @@ from fastbert.dispatch import OPS, not_supported_reasons, use_backend
 from fastbert.testing.compare import op_check
 from fastbert.testing.counters import assert_ran
 
+from .device import DEVICE, waited_for
 from .roofs import copy_bandwidth, matmul_rate
 
 RIVAL = "torch"
@@ -40,18 +41,15 @@ class Case:
 
 
 def providers(room: str) -> list[str]:
-    """The backends of `room` that run at speed here, and plain PyTorch."""
+    """The backends of `room` that run at speed on DEVICE, and plain PyTorch: without a GPU neither
+    Triton's interpreter nor the emulated CUDA kernels."""
+    backends = ("reference", "cpu") if DEVICE.type == "cpu" else ("reference", "triton", "cuda")
     found = []
-    for backend in ("reference", "cpu", "triton", "cuda"):
-        emulated = backend in ("triton", "cuda") and not torch.cuda.is_available()
+    for backend in backends:
         members = [op for op in OPS.values() if op.room == room and op.has(backend)]
-        if not emulated and members and not any(map(_reasons(backend), members)):
+        if members and not any(not_supported_reasons(op, backend, DEVICE, ()) for op in members):
             found.append(backend)
     return [*found, RIVAL]
-
-
-def _reasons(backend: str) -> Callable:
-    return lambda op: not_supported_reasons(op, backend, torch.device("cpu"), ())
 
 
 def run(benchmark, case: Case, room: str, provider: str, dtype: torch.dtype, backward: bool):
@@ -60,10 +58,7 @@ def run(benchmark, case: Case, room: str, provider: str, dtype: torch.dtype, bac
     Raises:
         AssertionError: a wrong value or gradient, or another backend ran than the one named.
     """
-    inputs = {
-        k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-        for k, v in case.inputs.items()
-    }
+    inputs = {k: _placed(v, dtype) for k, v in case.inputs.items()}
     if provider == RIVAL:
         measure(benchmark, case, case.rival, inputs, dtype, backward)
         return
@@ -73,6 +68,13 @@ def run(benchmark, case: Case, room: str, provider: str, dtype: torch.dtype, bac
                 case.ours, case.check or case.rival, inputs, dtype, name=room, reduction_rows=64
             )
         measure(benchmark, case, case.ours, inputs, dtype, backward)
+
+
+def _placed(value, dtype: torch.dtype):
+    """A tensor on DEVICE, floats in `dtype`; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to(DEVICE, dtype if value.is_floating_point() else None)
 
 
 def measure(benchmark, case, function, inputs, dtype, backward) -> None:
@@ -94,7 +96,8 @@ def measure(benchmark, case, function, inputs, dtype, backward) -> None:
     def both():
         forward().backward(gradient)
 
-    benchmark.pedantic(both if backward else forward, rounds=ROUNDS, warmup_rounds=1)
+    timed = waited_for(both if backward else forward)
+    benchmark.pedantic(timed, rounds=ROUNDS, warmup_rounds=1)
     moved = case.bytes_moved * (3 if backward else 1) * dtype.itemsize // 4
     flops = int(case.flops * (3.5 if backward else 1))
     seconds = benchmark.stats.stats.median if benchmark.stats else None

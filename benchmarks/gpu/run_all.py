@@ -7,11 +7,14 @@ next: parity of every kernel and model on the device, a memory check, kernels ag
 flash-attn and apex where installed), BERT-base and BERT-large against transformers, then against
 torch.compile. DIR/gpu_results.json is written after every stage and DIR/gpu_results.md, which
 docs/gpu_results.md records, at the end. Needs torch, triton, transformers, numpy and pytest.
+The CUDA C++ kernels take part where nvcc, ninja and setuptools can build them for this GPU.
 
-`--dry-run` walks every line on a CPU, in Triton's interpreter at toy sizes; its times mean nothing.
+`--dry-run` walks every line on a CPU, in Triton's interpreter and, where `make emulated` has built
+them, with the emulated CUDA C++ kernels, at toy sizes; its times mean nothing.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -28,12 +31,16 @@ ME = str(Path(__file__).resolve())
 # -P: the working directory must not come before the laid-out package.
 PYTEST = ["-P", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+CUDA_BUILD, CUDA_PARITY = "build of CUDA C++", "parity of CUDA C++"
+PARITY = [*PYTEST, "tests/gpu/test_kernels_on_cuda.py"]
 # name: command, seconds allowed
 STAGES = {
-    "parity of kernels": ([*PYTEST, "tests/gpu/test_kernels_on_cuda.py"], 120),
+    "parity of kernels": ([*PARITY, "-k", "triton"], 120),
     "parity of launchers": ([*PYTEST, "tests/kernels/test_launch.py"], 60),
     "parity of models": ([*PYTEST, "tests/gpu/test_models_on_cuda.py"], 60),
     "parity of graphs": ([*PYTEST, "tests/gpu/test_graphs_on_cuda.py"], 60),
+    CUDA_BUILD: (["setup.py", "-q", "build_ext"], 120),
+    CUDA_PARITY: ([*PARITY, "-k", "not triton"], 60),
     "kernels": ([ME, "--stage", "kernels"], 90),
     "BERT-base": ([ME, "--stage", "base"], 60),
     "BERT-large": ([ME, "--stage", "large"], 60),
@@ -43,11 +50,26 @@ STAGES = {
 TOTAL = 480
 
 
-def lay_out(folder: Path) -> None:
+def lay_out(folder: Path, dry_run: bool) -> None:
     """The package as an installation lays it out, kernels inside: nothing has to be installed."""
     ignore = shutil.ignore_patterns("__pycache__", "*.so", "_C*.json")
     shutil.copytree(ROOT / "fastbert", folder / "fastbert", ignore=ignore)
     shutil.copytree(ROOT / "kernels", folder / "fastbert" / "kernels", ignore=ignore)
+    if dry_run:
+        for built in (ROOT / "fastbert").glob("_C_emulated.*"):
+            shutil.copy(built, folder / "fastbert")
+
+
+def why_no_cuda_build(dry_run: bool) -> str | None:
+    """Why the CUDA C++ kernels are not built here; None if that can be tried."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if dry_run:
+        return "a dry run takes what `make emulated` has built"
+    if CUDA_HOME is None or torch.version.cuda is None:
+        return "no nvcc, or a torch without CUDA"
+    missing = [m for m in ("setuptools", "ninja") if importlib.util.find_spec(m) is None]
+    return f"not installed: {', '.join(missing)}" if missing else None
 
 
 def run_stage(name: str, limit: float, dry_run: bool, package: Path) -> dict:
@@ -59,9 +81,18 @@ def run_stage(name: str, limit: float, dry_run: bool, package: Path) -> dict:
     if dry_run:
         environment["TRITON_INTERPRET"] = "1"
     command = [sys.executable, *STAGES[name][0]]
+    if name == CUDA_BUILD:
+        reason = why_no_cuda_build(dry_run)
+        if reason is not None:
+            return skipped(reason)
+        major, minor = torch.cuda.get_device_capability()
+        environment |= {"FASTBERT_BUILD": "cuda_only", "TORCH_CUDA_ARCH_LIST": f"{major}.{minor}"}
+        command += ["--build-lib", str(package), "--build-temp", str(package / "build")]
+    if name == CUDA_PARITY and not list((package / "fastbert").glob("_C_*.json")):
+        return skipped("the CUDA C++ kernels were not built")
     if name == "memory check":
         if dry_run or not Path(SANITIZER).exists():
-            return {"status": "skipped", "seconds": 0, "rows": [], "tail": f"no {SANITIZER}"}
+            return skipped(f"no {SANITIZER}")
         command = [SANITIZER, "--error-exitcode", "3", *command]
     start = time.perf_counter()
     try:
@@ -74,6 +105,11 @@ def run_stage(name: str, limit: float, dry_run: bool, package: Path) -> dict:
     rows = [json.loads(line[4:]) for line in output.splitlines() if line.startswith("row ")]
     seconds = round(time.perf_counter() - start, 1)
     return {"status": status, "seconds": seconds, "rows": rows, "tail": output[-2000:]}
+
+
+def skipped(why: str) -> dict:
+    """What stands in the results for a stage that cannot run here."""
+    return {"status": "skipped", "seconds": 0, "rows": [], "tail": why}
 
 
 def timing_stage(stage: str) -> None:
@@ -115,7 +151,8 @@ def page(results: dict) -> str:
                 lines.append(f"| measured roofs | {rates} | |")
                 continue
             times = ", ".join(f"{k} {v}" for k, v in row["ms"].items())
-            lines.append(f"| {row['case']} | {times} | {row.get('of roof', '')} |")
+            roof = ", ".join(f"{k} {v}" for k, v in row.get("of roof", {}).items())
+            lines.append(f"| {row['case']} | {times} | {roof} |")
     return "\n".join(lines) + "\n"
 
 
@@ -134,7 +171,7 @@ def main() -> int:
         print("no CUDA device; --dry-run walks the script on a CPU")
         return 2
     with tempfile.TemporaryDirectory() as folder:
-        lay_out(Path(folder))
+        lay_out(Path(folder), arguments.dry_run)
         return run_stages(arguments.out, arguments.dry_run, Path(folder))
 
 

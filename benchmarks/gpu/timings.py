@@ -1,6 +1,6 @@
-"""What run_all.py times: kernels against torch and what else is installed, models against
-transformers; and the roofs they are held to. On a CPU the same code runs at toy sizes, to be known
-to work."""
+"""What run_all.py times: kernels, Triton's and those in CUDA C++ where they are built, against
+torch and what else is installed, models against transformers; and the roofs they are held to. On a
+CPU the same code runs at toy sizes, to be known to work."""
 
 import functools
 import statistics
@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 from benchmarks.models.twins import masked_lm_step, padded, twins, with_labels
 from benchmarks.shapes import BASE, DENSE_8X128, RAGGED_8X512, RAGGED_32X128, TINY
-from fastbert import GraphedForward, use_backend
+from fastbert import GraphedForward, extension, use_backend
+from fastbert.dispatch import COMPILED, bound, current_binding
 from fastbert.ops.add_layer_norm import add_layer_norm
 from fastbert.ops.attention import attention
 from fastbert.ops.bias_gelu import bias_gelu
@@ -39,6 +40,7 @@ TOY = {
 }
 P = 0.1
 FLUSH_BYTES = 256 << 20
+OURS, OURS_IN_CUDA = "fastbert", "fastbert CUDA C++"
 
 
 class Clock:
@@ -101,6 +103,21 @@ def roofs(clock: Clock) -> dict[str, float]:
     return {"bytes": 2e3 * size / ms["copy"], "flops": 2e3 * side**3 / ms["matmul"]}
 
 
+def _with_cuda(functions: dict[str, Callable], device: torch.device) -> dict[str, Callable]:
+    """The functions, and ours by the CUDA C++ kernels where they are built."""
+    backend = "cuda" if device.type == "cuda" else "cuda_emulated"
+    if OURS not in functions or extension.load(COMPILED[backend]) is not None:
+        return functions
+    with use_backend(backend):
+        binding = current_binding()
+
+    def ours_in_cuda():
+        with bound(binding):
+            return functions[OURS]()
+
+    return {**functions, OURS_IN_CUDA: ours_in_cuda}
+
+
 def _gradients(function: Callable, leaves: list[torch.Tensor]) -> Callable:
     """Backward alone, over a graph made once."""
     out = function()
@@ -112,6 +129,7 @@ def _both(name: str, functions: dict[str, Callable], leaves, work) -> Iterator[t
     """Cases (name, functions, unit, amount) of forward and backward; `work` is (unit, amount
     forward, amount backward)."""
     unit, forward, backward = work
+    functions = _with_cuda(functions, leaves[0].device)
     yield f"{name} forward", functions, unit, forward
     made = {}
     for rival, function in functions.items():
@@ -147,12 +165,8 @@ def kernel_cases(device: torch.device) -> Iterator[tuple]:
     yield from _loss_cases(on_gpu, half)
     x = torch.randn(2 * rows, 768, **half)
     indices = torch.randperm(2 * rows, device=device)[:rows]
-    yield (
-        f"unpad {rows}x768",
-        {"fastbert": lambda: unpad(x, indices), "torch": lambda: x[indices]},
-        "bytes",
-        4 * rows * 768,
-    )
+    functions = {"fastbert": lambda: unpad(x, indices), "torch": lambda: x[indices]}
+    yield f"unpad {rows}x768", _with_cuda(functions, device), "bytes", 4 * rows * 768
 
 
 def _norm_cases(rows: int, columns: int, half: dict, state) -> Iterator[tuple]:
@@ -268,8 +282,11 @@ def time_kernels(device: torch.device, roof: dict[str, float]) -> Iterator[dict]
         for name, functions, unit, amount in kernel_cases(device):
             ms = clock.medians(functions)
             row = {"case": name, "ms": {k: round(v, 4) for k, v in ms.items()}}
-            if "fastbert" in ms:
-                row["of roof"] = round(amount * 1e3 / ms["fastbert"] / roof[unit], 3)
+            row["of roof"] = {
+                ours: round(amount * 1e3 / ms[ours] / roof[unit], 3)
+                for ours in (OURS, OURS_IN_CUDA)
+                if ours in ms
+            }
             yield row
 
 

@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from fastbert.ops.add_layer_norm import add_layer_norm
 from fastbert.ops.philox import row_keep_mask
 
+from ..device import DEVICE
 from ..harness import Case, providers, run
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-RNG = torch.tensor([1, 2])
+RNG = torch.tensor([1, 2], device=DEVICE)
 P = 0.1
 
 

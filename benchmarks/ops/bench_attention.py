@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from fastbert.ops.attention import attention
 from fastbert.testing.inputs import cu_seqlens
 
+from ..device import DEVICE
 from ..harness import Case, providers, run
 from ..shapes import BASE, BATCHES, TINY, describe
 
@@ -19,8 +20,8 @@ def _case(batch):
     heads = BASE["num_attention_heads"]
     dim = BASE["hidden_size"] // heads
     rows = sum(lengths)
-    starts = cu_seqlens(lengths)
-    keep = torch.arange(longest) < torch.tensor(lengths)[:, None]
+    starts = cu_seqlens(lengths).to(DEVICE)
+    keep = (torch.arange(longest) < torch.tensor(lengths)[:, None]).to(DEVICE)
     inputs = {name: torch.randn(rows, heads, dim) for name in ("q", "k", "v")}
 
     def ours(q, k, v):

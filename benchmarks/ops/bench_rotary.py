@@ -7,6 +7,7 @@ from transformers.models.modernbert.modeling_modernbert import apply_rotary_pos_
 
 from fastbert.ops.rotary import rotary
 
+from ..device import DEVICE
 from ..harness import Case, providers, run
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -14,8 +15,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def _case(tiny):
     rows, heads, head_dim = (8, 2, 8) if tiny else (2048, 12, 64)
-    index = torch.arange(rows)
-    frequency = 10_000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)
+    index = torch.arange(rows, device=DEVICE)
+    frequency = 10_000.0 ** -(torch.arange(0, head_dim, 2, device=DEVICE) / head_dim)
     angles = index[:, None] * frequency
     cos, sin = angles.cos(), angles.sin()
 

@@ -6,6 +6,7 @@ import torch
 
 from fastbert.ops.unpad import pad, unpad
 
+from ..device import DEVICE
 from ..harness import Case, providers, run
 from ..shapes import RAGGED_32X128, TINY, describe
 
@@ -15,7 +16,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def _case(name, batch):
     lengths, longest = batch
     keep = torch.arange(longest) < torch.tensor(lengths)[:, None]
-    indices = keep.flatten().nonzero().view(-1)
+    indices = keep.flatten().nonzero().view(-1).to(DEVICE)
     rows = len(lengths) * longest
     if name == "pad":
         return Case(

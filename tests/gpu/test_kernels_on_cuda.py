@@ -1,7 +1,9 @@
-"""Every Triton kernel through its op on a CUDA device, against plain PyTorch and the CPU's dropout.
+"""Every kernel, in Triton and in CUDA C++, through its op on a CUDA device, against plain PyTorch
+and the CPU's dropout.
 
 Run by benchmarks/gpu/run_all.py; elsewhere skipped, except for the first case of each test, which
-runs in Triton's interpreter so that these tests are known to work before they meet a GPU.
+runs in Triton's interpreter and emulated, so that these tests are known to work before they meet a
+GPU.
 """
 
 import os
@@ -10,7 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastbert.dispatch import use_backend
+from fastbert import extension
+from fastbert.dispatch import COMPILED, use_backend
 from fastbert.ops.add_layer_norm import add_layer_norm
 from fastbert.ops.attention import attention
 from fastbert.ops.bias_gelu import bias_gelu
@@ -36,10 +39,15 @@ def sizes(*on_gpu):
     return on_gpu if ON_GPU else on_gpu[:1]
 
 
-@pytest.fixture(autouse=True)
-def triton():
-    with use_backend("triton"):
-        yield
+@pytest.fixture(autouse=True, params=["triton", "cuda" if ON_GPU else "cuda_emulated"])
+def backend(request):
+    """Bound for every test here."""
+    if request.param in COMPILED:
+        reason = extension.load(COMPILED[request.param])
+        if reason is not None:
+            pytest.skip(reason)
+    with use_backend(request.param):
+        yield request.param
 
 
 @pytest.fixture
@@ -62,7 +70,7 @@ def rows_kept(shape, device, site):
 @pytest.mark.parametrize(
     "shape", sizes((9, 40), (1, 768), (4097, 768), (513, 1024), (33, 4096)), ids=str
 )
-def test_add_layer_norm(device, rng_state, shape, dtype):
+def test_add_layer_norm(device, backend, rng_state, shape, dtype):
     def op(**a):
         return add_layer_norm(**a, eps=1e-12, dropout_p=P, site=9, rng_state=rng_state)
 
@@ -76,7 +84,7 @@ def test_add_layer_norm(device, rng_state, shape, dtype):
     inputs = randn(
         device, x=shape, residual=shape, weight=columns, bias=columns, linear_bias=columns
     )
-    with assert_ran("add_layer_norm_bwd", "triton"):
+    with assert_ran("add_layer_norm_bwd", backend):
         op_check(op, plain, inputs, dtype, name="add_layer_norm", reduction_rows=shape[0])
 
 
