@@ -14,6 +14,7 @@ import fastbert
 from fastbert import dispatch, extension
 from fastbert.peers import apex, flash_attn
 
+PARTS = ("compiled part", "CUDA part")
 PROVEN = {
     "hardware": "run on its hardware",
     "interpreter": "checked in Triton's interpreter only",
@@ -30,6 +31,7 @@ def report() -> dict:
         "devices": _devices(),
         "cpu": _cpu(),
         "compiled part": extension.load() or "loaded",
+        "CUDA part": extension.load("_C_cuda") or "loaded",
         "FASTBERT_BACKEND": os.environ.get("FASTBERT_BACKEND", ""),
         "peers": _peers(),
         "ops": dispatch.describe(),
@@ -44,7 +46,8 @@ def render(data: dict, as_json: bool = False) -> str:
     for title in ("versions", "devices", "cpu"):
         lines.append(title)
         lines += [f"  {name:24}{value}" for name, value in data[title].items()]
-    lines.append(f"compiled part             {data['compiled part']}")
+    for part in PARTS:
+        lines.append(f"{part:26}{data[part]}")
     if data["FASTBERT_BACKEND"]:
         lines.append(f"FASTBERT_BACKEND          {data['FASTBERT_BACKEND']}")
     lines.append("peers, used only where they are named")
@@ -53,7 +56,7 @@ def render(data: dict, as_json: bool = False) -> str:
     for row in data["ops"]:
         lines.append(f"  {row['op']:25} {row['device']}: {row['chosen']}")
         for backend, reasons in row["rejected"].items():
-            shown = [_short(reason, data["compiled part"]) for reason in reasons]
+            shown = [_short(reason, data) for reason in reasons]
             lines.append(f"  {'':26}not {backend}: {'; '.join(shown)}")
         for backend, where in row["proven"].items():
             if where != "hardware":
@@ -61,9 +64,10 @@ def render(data: dict, as_json: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _short(reason: str, why_no_compiled_part: str) -> str:
+def _short(reason: str, data: dict) -> str:
     """A reason that was given in full above is not repeated for every op."""
-    return "the compiled part is not loaded" if reason == why_no_compiled_part else reason
+    part = next((part for part in PARTS if reason == data[part]), None)
+    return reason if part is None else f"the {part} is not loaded"
 
 
 def _register_ops() -> None:

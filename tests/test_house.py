@@ -175,6 +175,17 @@ def test_every_op_is_in_every_room(op):
             assert all(o.has(room) == (place is FILE) for o in members)
 
 
+def test_page_says_which_kernel_serves_which_op():
+    """docs/kernels.md against the table above."""
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    rows = [line.split("|")[1:5] for line in page.splitlines() if line.startswith("| `")]
+    for op, *served in ([cell.strip() for cell in row] for row in rows):
+        _, _, triton, cpu, cuda, *_ = (place is FILE for place in TABLE[op.strip("`")])
+        languages = ("C++" if cpu else "PyTorch", "Triton" if triton else "PyTorch")
+        assert tuple(served) == (*languages, "CUDA C++" if cuda else "PyTorch"), op
+    assert len(rows) == len(TABLE)
+
+
 def test_table_names_every_op():
     assert TABLE.keys() == {op.room for op in OPS.values()}
 
