@@ -5,8 +5,9 @@ cpu|cuda|cuda_only|cuda_emulated: `auto` (the default) builds what this machine 
 and records why it left the rest out; `cpu` and `cuda` fail where they cannot be built; `cuda_only`
 is `cuda` without the C++ kernels; `cuda_emulated` builds nothing but `fastbert._C_emulated`, the
 CUDA kernels run by a CPU for tests. The choice looks for compilers, never for a GPU;
-TORCH_CUDA_ARCH_LIST says for which ones. Code is compiled against the torch that is installed, so
-the build must see it: `pip install --no-build-isolation`.
+TORCH_CUDA_ARCH_LIST says for which ones; unset, for those here, or where there are none for all.
+Code is compiled against the torch that is installed, so the build must see it:
+`pip install --no-build-isolation`.
 FASTBERT_SANITIZE=1 builds with address and undefined-behaviour checks (`make sanitize`).
 """
 
@@ -15,6 +16,7 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -37,6 +39,8 @@ SANITIZERS = [
     "-fno-omit-frame-pointer",
 ]
 CHECKS = SANITIZERS if os.environ.get("FASTBERT_SANITIZE") == "1" else []
+# For machines that build without a GPU; code for 8.0 runs on 8.6 and 8.9 too.
+ARCHITECTURES = ("8.0", "9.0", "10.0", "12.0")
 # Beginnings of the names of the sources with the most instances.
 LONGEST = ("isa_portable", "attention_bwd")
 PACKAGE_DIR = {"fastbert": "fastbert", "fastbert.kernels": "kernels"}
@@ -107,10 +111,22 @@ def cpu_part():
     )
 
 
+def architectures(nvcc: Path) -> str:
+    """TORCH_CUDA_ARCH_LIST with those of ARCHITECTURES that this nvcc compiles for."""
+    run = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True)
+    known = run.stdout.split()
+    found = [a for a in ARCHITECTURES if f"compute_{a.replace('.', '')}" in known]
+    return ";".join(found) + "+PTX"  # for what comes after the last
+
+
 def cuda_part():
     """`fastbert._C_cuda`: every kernel of csrc/cuda by nvcc, and what hands them tensors."""
-    from torch.utils.cpp_extension import CUDAExtension
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME, CUDAExtension
 
+    # torch takes what the GPUs here need, and has no default where there are none.
+    if not os.environ.get("TORCH_CUDA_ARCH_LIST") and torch.cuda.device_count() == 0:
+        os.environ["TORCH_CUDA_ARCH_LIST"] = architectures(Path(CUDA_HOME) / "bin" / "nvcc")
     sources = [*CSRC.glob("cuda/*.cu"), *CSRC.glob("cuda/ops/*.cpp"), CSRC / "register_cuda.cpp"]
     return CUDAExtension(
         "fastbert._C_cuda",

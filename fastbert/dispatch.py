@@ -307,7 +307,9 @@ def _compiled_reasons(op: Op, backend: str, device: torch.device) -> list[str]:
         )
         _built[op.name, backend] = None if registered else (why or "not in the compiled part")
     why = _built[op.name, backend]
-    return [why] if why else []
+    if why:
+        return [why]
+    return _capability_reasons("CUDA", device) if kind == "cuda" else []
 
 
 def _triton_reasons(device: torch.device) -> list[str]:
@@ -317,18 +319,20 @@ def _triton_reasons(device: torch.device) -> list[str]:
         return ["Triton runs CPU tensors only in its interpreter (TRITON_INTERPRET=1)"]
     if device.type not in ("cpu", "cuda"):
         return [f"Triton kernels take CUDA tensors, got {device}"]
-    return _capability_reasons(device) if device.type == "cuda" else []
+    return _capability_reasons("Triton", device) if device.type == "cuda" else []
 
 
 @functools.cache
-def _capability_reasons(device: torch.device) -> list[str]:
+def _capability_reasons(language: str, device: torch.device) -> list[str]:
     if torch.version.hip is not None:
         return []
     capability = torch.cuda.get_device_capability(device)
     if capability >= OLDEST_CAPABILITY:
         return []
     have, need = (".".join(map(str, c)) for c in (capability, OLDEST_CAPABILITY))
-    return [f"Triton kernels need compute capability {need} (bf16 tensor cores), this has {have}"]
+    return [
+        f"{language} kernels need compute capability {need} (bf16 tensor cores), this has {have}"
+    ]
 
 
 def _refusal(op, backend, device, args, reasons) -> str:

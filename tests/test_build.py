@@ -1,7 +1,9 @@
 """The record of the compiled part: built for this torch, or refused with a remedy."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -97,3 +99,42 @@ def test_explicit_build_that_cannot_be_is_an_error(tmp_path, mode, message):
     run = _build(tmp_path, mode)
     assert run.returncode != 0
     assert message in run.stderr
+
+
+# setup.py up to what it hands to setuptools, with the claim that this torch has CUDA.
+WHAT_IS_BUILT = """
+import json, os, runpy, setuptools, torch
+from torch.utils import cpp_extension
+torch.version.cuda = torch.version.cuda or "13.0"
+cpp_extension.CUDA_HOME = cpp_extension._find_cuda_home()
+def show(ext_modules, **_):
+    (part,) = ext_modules
+    print(json.dumps([part.name, part.sources, os.environ["TORCH_CUDA_ARCH_LIST"]]))
+setuptools.setup = show
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("named", ["", "9.0"])
+def test_cuda_part_is_built_without_a_gpu(named):
+    """For the architectures named, or where none is, for all that nvcc and the kernels know."""
+    if shutil.which("nvcc") is None or torch.cuda.is_available():
+        pytest.skip("takes nvcc and no GPU")
+    environment = {**os.environ, "FASTBERT_BUILD": "cuda_only", "TORCH_CUDA_ARCH_LIST": named}
+    run = subprocess.run(
+        [sys.executable, "-c", WHAT_IS_BUILT],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    part, sources, architectures = json.loads(run.stdout.splitlines()[-1])
+    assert part == "fastbert._C_cuda"
+    kernels = {str(p.relative_to(ROOT)) for p in (ROOT / "csrc" / "cuda").rglob("*.c[up]*")}
+    assert {s for s in kernels if not s.endswith("h")} < set(sources)
+    if named:
+        assert architectures == named
+    else:
+        assert architectures.startswith("8.0;9.0")
+        assert architectures.endswith("+PTX")

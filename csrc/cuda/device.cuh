@@ -85,7 +85,10 @@ __device__ __forceinline__ void check_index(int64_t index, int64_t size) {
 
 inline void check_cuda(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+  const char* remedy = error == cudaErrorNoKernelImageForDevice
+                           ? "; build fastbert again with TORCH_CUDA_ARCH_LIST for this GPU"
+                           : "";
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error) + remedy);
 }
 
 template <typename... Parameters, typename... Arguments>

@@ -130,6 +130,10 @@ def test_dispatch_refuses_old_gpus(monkeypatch, capability, reasons):
     from fastbert import dispatch
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setitem(dispatch._built, ("unpad", "cuda"), None)
     dispatch._capability_reasons.cache_clear()
-    assert dispatch._triton_reasons(torch.device("cuda", 0)) == reasons
+    device = torch.device("cuda", 0)
+    assert dispatch._triton_reasons(device) == reasons
+    of_cuda = dispatch._compiled_reasons(dispatch.OPS["unpad"], "cuda", device)
+    assert of_cuda == [reason.replace("Triton", "CUDA") for reason in reasons]
     dispatch._capability_reasons.cache_clear()
