@@ -21,6 +21,7 @@ FINE = {
     "shared_bytes": 0,
     "warps": 20,
     "wide_loads": 2,
+    "wide_stores": 1,
 }
 SPILLS = """
 __global__ void k(float* x) {
@@ -56,12 +57,28 @@ def toolkit_includes(nvcc: str) -> list[str]:
     return re.search(r'INCLUDES="(.*)"', text)[1].replace('"', "").split()
 
 
-@pytest.mark.parametrize("change", [{"spills": 8}, {"warps": 7}, {"wide_loads": 0}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"spills": 8}, {"warps": 7}, {"wide_loads": 0}, {"wide_stores": 0}], ids=str
+)
 def test_report_finds_a_fault(report, change):
     assert report.faults(FINE) == []
     assert len(report.faults({**FINE, **change})) == 1
-    if "wide_loads" in change:
+    if "wide_loads" in change or "wide_stores" in change:
         assert report.faults({**FINE, **change, "kernel": "k<true, false>"}) == []
+    masks = {**FINE, **change, "kernel": "row_keep_mask_kernel<true>"}
+    assert len(report.faults(masks)) == ("wide_loads" not in change)
+
+
+def test_report_samples_targets(report):
+    """Everything for one target; of what is written out by dtype, one dtype for the others."""
+    sources = [ROOT / "csrc" / "cuda" / f"{name}.cu" for name in ("geglu", "attention_bwd_bf16")]
+    repeated = sources[1].with_stem("attention_bwd_fp16")
+    jobs = report.jobs_of([*sources, repeated], None)
+    assert jobs[0][0].stem.startswith("attention_bwd")
+    targets = {source: {t for s, t in jobs if s == source} for source, _ in jobs}
+    assert targets == {sources[0]: {90, 80, 100}, sources[1]: {90, 80, 100}, repeated: {90}}
+    assert len(report.jobs_of(sources, "all")) == 10
+    assert report.jobs_of(sources[:1], "89,120") == [(sources[0], 89), (sources[0], 120)]
 
 
 def test_report_reads_machine_code(report, nvcc, tmp_path):
