@@ -84,6 +84,13 @@ std::tuple<at::Tensor, at::Tensor> mlm_cross_entropy_fwd_cpu(const at::Tensor&, 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> mlm_cross_entropy_bwd_cpu(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
     const at::Tensor&, const at::Tensor&, int64_t, double, double, bool, bool);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> mlm_distillation_fwd_cpu(
+    const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&,
+    const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, int64_t, double);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> mlm_distillation_bwd_cpu(
+    const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+    const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+    const std::optional<at::Tensor>&, const at::Tensor&, int64_t, double, bool, bool);
 at::Tensor unpad_cpu(const at::Tensor&, const at::Tensor&);
 at::Tensor pad_cpu(const at::Tensor&, const at::Tensor&, int64_t);
 
@@ -112,6 +119,8 @@ TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
   m.impl("encoder_fwd_cpu", &fastbert::encoder_fwd_cpu);
   m.impl("mlm_cross_entropy_fwd_cpu", &fastbert::mlm_cross_entropy_fwd_cpu);
   m.impl("mlm_cross_entropy_bwd_cpu", &fastbert::mlm_cross_entropy_bwd_cpu);
+  m.impl("mlm_distillation_fwd_cpu", &fastbert::mlm_distillation_fwd_cpu);
+  m.impl("mlm_distillation_bwd_cpu", &fastbert::mlm_distillation_bwd_cpu);
   m.impl("unpad_cpu", &fastbert::unpad_cpu);
   m.impl("pad_cpu", &fastbert::pad_cpu);
 }

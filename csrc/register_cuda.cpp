@@ -53,6 +53,14 @@ std::tuple<at::Tensor, at::Tensor> FASTBERT_CUDA_OP(mlm_cross_entropy_fwd)(
 std::tuple<at::Tensor, at::Tensor, at::Tensor> FASTBERT_CUDA_OP(mlm_cross_entropy_bwd)(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
     const at::Tensor&, const at::Tensor&, int64_t, double, double, bool, bool, int64_t);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> FASTBERT_CUDA_OP(mlm_distillation_fwd)(
+    const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&,
+    const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, int64_t, double,
+    const std::optional<at::Tensor>&, int64_t);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> FASTBERT_CUDA_OP(mlm_distillation_bwd)(
+    const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+    const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+    const std::optional<at::Tensor>&, const at::Tensor&, int64_t, double, bool, bool, int64_t);
 std::tuple<at::Tensor, at::Tensor> FASTBERT_CUDA_OP(attention_fwd)(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
     int64_t, int64_t, double, c10::OptionalArrayRef<int64_t>, double, int64_t,
@@ -101,6 +109,8 @@ TORCH_LIBRARY_IMPL(fastbert, FASTBERT_CUDA_KEY, m) {
   registered("embed_layer_norm_bwd", &fastbert::FASTBERT_CUDA_OP(embed_layer_norm_bwd));
   registered("mlm_cross_entropy_fwd", &fastbert::FASTBERT_CUDA_OP(mlm_cross_entropy_fwd));
   registered("mlm_cross_entropy_bwd", &fastbert::FASTBERT_CUDA_OP(mlm_cross_entropy_bwd));
+  registered("mlm_distillation_fwd", &fastbert::FASTBERT_CUDA_OP(mlm_distillation_fwd));
+  registered("mlm_distillation_bwd", &fastbert::FASTBERT_CUDA_OP(mlm_distillation_bwd));
   registered("attention_fwd", &fastbert::FASTBERT_CUDA_OP(attention_fwd));
   registered("attention_bwd", &fastbert::FASTBERT_CUDA_OP(attention_bwd));
   registered("attention_packed_qkv_bwd", &fastbert::FASTBERT_CUDA_OP(attention_packed_qkv_bwd));

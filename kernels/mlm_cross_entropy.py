@@ -8,7 +8,8 @@ for softmax", algorithm 3); backward puts the gradient in the logits' place. Chu
 of the vocabulary, so that each row's gradient is one product, rounded once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 import triton
@@ -96,7 +97,7 @@ def _mlm_cross_entropy_bwd_kernel(
         tl.store(partial_ptr + part * vocab_size + column, sums, mask=inside)
 
 
-def _logit_chunks(hidden, weight, bias) -> Iterator[tuple[slice, torch.Tensor]]:
+def logit_chunks(hidden, weight, bias) -> Iterator[tuple[slice, torch.Tensor]]:
     """Row slices and their logits, in a buffer the next chunk overwrites."""
     weight = weight.to(hidden.dtype)
     bias = None if bias is None else bias.to(hidden.dtype)
@@ -126,7 +127,7 @@ def mlm_cross_entropy_fwd(
     """Launches the forward; arguments and results as `mlm_cross_entropy_reference`."""
     loss, lse = (hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(2))
     labels = labels.contiguous()
-    for rows, logits in _logit_chunks(hidden, weight, bias):
+    for rows, logits in logit_chunks(hidden, weight, bias):
         with on_device(hidden):
             _mlm_cross_entropy_fwd_kernel[(logits.shape[0],)](
                 logits,
@@ -158,55 +159,93 @@ def mlm_cross_entropy_bwd(
     need_dweight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launches the backward; arguments and results as `mlm_cross_entropy_bwd_reference`."""
+    dloss, labels = dloss.float().contiguous(), labels.contiguous()
+
+    def gradients() -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        for rows, logits in logit_chunks(hidden, weight, bias):
+            split = split_logits(logits, bias is not None)
+            with on_device(hidden):
+                _mlm_cross_entropy_bwd_kernel[split.grid](
+                    logits,
+                    labels[rows],
+                    lse[rows],
+                    dloss[rows],
+                    split.partial,
+                    *logits.shape,
+                    split.part_rows,
+                    ignore_index,
+                    label_smoothing,
+                    z_loss,
+                    HAS_BIAS=bias is not None,
+                    COLS=split.cols,
+                    num_warps=4,
+                )
+            yield rows, logits, split.column_sums()
+
+    return decoder_gradients(gradients(), hidden, weight, bias, need_dhidden, need_dweight)
+
+
+class SplitLogits(NamedTuple):
+    """A grid over logits `(rows, V)`: parts of rows by blocks of columns.
+
+    Attributes:
+        grid: of the launch. part_rows: rows of a part. cols: columns of a block.
+        partial: fp32 `(1, parts, V)`, a part's sum of each column; no parts without a bias.
+    """
+
+    grid: tuple[int, int]
+    part_rows: int
+    cols: int
+    partial: torch.Tensor
+
+    def column_sums(self) -> torch.Tensor:
+        """`(V,)` fp32, `(0,)` without a bias."""
+        _, parts, vocab_size = self.partial.shape
+        sums = self.partial.new_empty(vocab_size if parts else 0)
+        if parts:
+            sum_parts(self.partial, [sums])
+        return sums
+
+
+def split_logits(logits: torch.Tensor, has_bias: bool) -> SplitLogits:
+    """The grid of a backward kernel."""
+    num_rows, vocab_size = logits.shape
+    cols = block_of(vocab_size, 1024)
+    part_rows = rows_per_part(num_rows, 16)
+    parts = triton.cdiv(num_rows, part_rows)
+    size = (1, parts if has_bias else 0, vocab_size)
+    partial = logits.new_empty(size, dtype=torch.float32)
+    return SplitLogits((parts, triton.cdiv(vocab_size, cols)), part_rows, cols, partial)
+
+
+def decoder_gradients(
+    gradients: Iterable[tuple[slice, torch.Tensor, torch.Tensor]],
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    need_dhidden: bool,
+    need_dweight: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What gradients of logits come to behind the decoder.
+
+    Args:
+        gradients: row slices, gradients `(rows, V)` and their column sums where there is a bias.
+
+    Returns:
+        dhidden, dweight and dbias as `mlm_cross_entropy_bwd_reference`.
+    """
     dhidden = hidden.new_empty(hidden.shape if need_dhidden else 0)
     dweight = dbias = None
-    dloss, labels = dloss.float().contiguous(), labels.contiguous()
-    for rows, logits in _logit_chunks(hidden, weight, bias):
-        chunk_dbias = _logit_gradients(
-            logits,
-            labels[rows],
-            lse[rows],
-            dloss[rows],
-            (ignore_index, label_smoothing, z_loss),
-            bias is not None,
-        )
+    for rows, gradient, sums in gradients:
         if bias is not None:
-            dbias = chunk_dbias if dbias is None else dbias.add_(chunk_dbias)
+            dbias = sums if dbias is None else dbias.add_(sums)
         if need_dhidden:
-            torch.mm(logits, weight.to(hidden.dtype), out=dhidden[rows])
+            torch.mm(gradient, weight.to(hidden.dtype), out=dhidden[rows])
         if need_dweight:
-            product = logits.t() @ hidden[rows]
+            product = gradient.t() @ hidden[rows]
             dweight = product if dweight is None else dweight.float().add_(product)
     if dweight is None:
         dweight = weight.new_zeros(weight.shape if need_dweight else 0)
     if dbias is None:
         dbias = hidden.new_empty(0) if bias is None else torch.zeros_like(bias)
     return dhidden, dweight.to(weight.dtype), dbias if bias is None else dbias.to(bias.dtype)
-
-
-def _logit_gradients(logits, labels, lse, dloss, options, has_bias) -> torch.Tensor:
-    """Puts gradients in the place of logits; their fp32 column sums, `(0,)` without a bias."""
-    num_rows, vocab_size = logits.shape
-    cols = block_of(vocab_size, 1024)
-    part_rows = rows_per_part(num_rows, 16)
-    parts = triton.cdiv(num_rows, part_rows)
-    partial = lse.new_empty((1, parts if has_bias else 0, vocab_size))
-    with on_device(logits):
-        _mlm_cross_entropy_bwd_kernel[(parts, triton.cdiv(vocab_size, cols))](
-            logits,
-            labels,
-            lse,
-            dloss,
-            partial,
-            num_rows,
-            vocab_size,
-            part_rows,
-            *options,
-            HAS_BIAS=has_bias,
-            COLS=cols,
-            num_warps=4,
-        )
-    dbias = lse.new_empty(vocab_size if has_bias else 0)
-    if has_bias:
-        sum_parts(partial, [dbias])
-    return dbias

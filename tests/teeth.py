@@ -458,7 +458,7 @@ FAULTS = {
         "tests/ops/test_mlm_cross_entropy.py",
     ),
     "C++: one group of the vocabulary forgotten": (
-        "csrc/cpu/mlm_cross_entropy.cpp",
+        "csrc/cpu/decoder.h",
         "for (int64_t group = 1; group < groups; ++group)",
         "for (int64_t group = 2; group < groups; ++group)",
         "tests/ops/test_mlm_cross_entropy.py",
@@ -590,8 +590,8 @@ FAULTS = {
         "tests/ops/test_mlm_cross_entropy.py",
     ),
     "CUDA: words behind the vocabulary": (
-        "csrc/cuda/mlm_cross_entropy.cu",
-        "    if (column + i >= a.vocabulary) z[i] = minus_infinity();\n",
+        "csrc/cuda/logits.cuh",
+        "    if (column + i >= vocabulary) z[i] = minus_infinity();\n",
         "",
         "tests/ops/test_mlm_cross_entropy.py",
     ),

@@ -87,14 +87,18 @@ FLOAT_POINTERS = {
     "mean_ptr",
     "rstd_ptr",
     "lse_ptr",
+    "soft_lse_ptr",
+    "teacher_lse_ptr",
     "delta_ptr",
     "dq_sum_ptr",
     "loss_ptr",
+    "soft_loss_ptr",
     "dloss_ptr",
+    "dsoft_loss_ptr",
     "wide_dh_ptr",
 }
 INT32_POINTERS = {"cu_seqlens_q_ptr", "cu_seqlens_k_ptr"}
-FLOATS = {"eps", "dropout_scale", "softmax_scale", "label_smoothing", "z_loss"}
+FLOATS = {"eps", "dropout_scale", "softmax_scale", "label_smoothing", "z_loss", "temperature"}
 # Multiples of 16 in every model, which Triton is told at each launch.
 DIVISIBLE = {"num_cols", "part_rows", "depth"} | {
     f"{name}_{step}" for name in ("q", "k", "v", "dq", "dk") for step in ("row", "head")
@@ -230,6 +234,10 @@ KERNELS = {
         _fixed(SMOOTH=True, COLS=2048), wide=False
     ),
     ("mlm_cross_entropy", "_mlm_cross_entropy_bwd_kernel"): Kernel(
+        _fixed(HAS_BIAS=True, COLS=1024), wide=False
+    ),
+    ("mlm_distillation", "_mlm_distillation_fwd_kernel"): Kernel(_fixed(COLS=1024), wide=False),
+    ("mlm_distillation", "_mlm_distillation_bwd_kernel"): Kernel(
         _fixed(HAS_BIAS=True, COLS=1024), wide=False
     ),
     ("linear_gelu", "_linear_gelu_fwd_kernel"): Kernel(

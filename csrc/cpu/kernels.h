@@ -235,6 +235,28 @@ struct CrossEntropyGrad {
   const float* every;   // (rows,): added to every logit
 };
 
+// --- losses of a masked-LM student ---
+
+// What a row's logits over some columns come to, the student's z and the teacher's t, at
+// temperature T.
+struct DistillationSums {
+  float peak, exponentials, soft, label;    // the largest z; sums of exp(z - peak) and of
+                                            // exp((z - peak) / T); the label's own z
+  float teacher_peak, teacher_soft, apart;  // the largest t; sums of p = exp((t - peak) / T) and
+                                            // of p (t - z)
+};
+
+struct Distillation {
+  CrossEntropy student, teacher;  // the teacher without labels
+  float cold;                     // 1 / T
+};
+
+struct DistillationGrad {
+  Distillation of;
+  const float *lse, *soft_lse, *teacher_lse;  // (rows,): of z, z / T and t / T
+  const float *dloss, *factor;                // (rows,): of the losses, the soft one's times T
+};
+
 struct Kernels {
   // y[i] = f(x[i]), for the tests of their bounds.
   void (*exp)(const float* x, int64_t n, float* y);
@@ -280,6 +302,13 @@ struct Kernels {
   // Their gradients in their place; adds up columns in dbias.
   void (*logit_gradients)(const CrossEntropyGrad&, int64_t row, int64_t rows, int64_t column,
                           int64_t columns, float* logits, int64_t ld, float* dbias);
+  // The same for both losses of a student; the teacher's logits lie as the student's do.
+  void (*sum_distillation)(const Distillation&, int64_t row, int64_t rows, int64_t column,
+                           int64_t columns, float* logits, float* teacher_logits, int64_t ld,
+                           DistillationSums* sums);
+  void (*distillation_gradients)(const DistillationGrad&, int64_t row, int64_t rows, int64_t column,
+                                 int64_t columns, float* logits, float* teacher_logits, int64_t ld,
+                                 float* dbias);
 
   // Bytes of scratch for a task, and what uses them.
   int64_t (*attention_scratch)(const Attention&, const AttentionTask&, bool backward);

@@ -35,7 +35,7 @@ template <typename Make, typename Body>
 void in_turn(int64_t threads, int64_t count, const Make& make, const Body& body) {
   std::atomic<int64_t> next{0};
   for_each_range(std::min(threads, count), 1, [&](int64_t, int64_t) {
-    const auto kept = make();
+    auto kept = make();
     for (int64_t i = next++; i < count; i = next++) body(kept, i);
   });
 }

@@ -51,6 +51,7 @@ void add_to(const float* x, float* sum, int64_t n) {
 #include "cpu/gemm_kernel.h"
 #include "cpu/attention_kernel.h"
 #include "cpu/cross_entropy_kernel.h"
+#include "cpu/distillation_kernel.h"
 // clang-format on
 
 void exp_array(const float* x, int64_t n, float* y) {
@@ -98,6 +99,8 @@ const Kernels kTable = {
     add_rows,
     sum_logits,
     logit_gradients,
+    sum_distillation,
+    distillation_gradients,
     attention_scratch,
     attention_fwd,
     attention_bwd,

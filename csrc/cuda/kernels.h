@@ -239,6 +239,25 @@ struct CrossEntropy {
 void launch_cross_entropy_fwd(const CrossEntropy& a, Stream stream);
 void launch_cross_entropy_bwd(const CrossEntropy& a, Stream stream);
 
+struct Distillation {
+  Dtype dtype;  // of both models' logits
+  int64_t rows, vocabulary;
+  int64_t stride;              // elements from row to row, a multiple of eight
+  void* logits;                // (P, V), on 16-byte boundaries; backward puts their gradient there
+  const void* teacher_logits;  // the same of the teacher
+  const int64_t* labels;       // (P,)
+  int64_t ignore_index;
+  float temperature;
+  float *loss, *soft_loss;              // (P,), written by forward
+  float *lse, *soft_lse, *teacher_lse;  // (P,), written by forward and read by backward
+  int64_t* flag;                        // in forward: as above
+  const float *dloss, *dsoft_loss;      // (P,), in backward
+  float* partial;                       // (parts, V), in backward: as above
+  Parts parts;                          // in backward
+};
+void launch_distillation_fwd(const Distillation& a, Stream stream);
+void launch_distillation_bwd(const Distillation& a, Stream stream);
+
 // --- attention: letters Tq query rows, Tk key rows, N heads, D head dim, B sequences ---
 
 constexpr int kMaxHeadDim = 128;

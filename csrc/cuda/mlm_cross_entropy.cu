@@ -3,35 +3,11 @@
 //
 // Forward reads a row of logits once, with a running maximum and sum in each thread (Milakov and
 // Gimelshein 2018, "Online normalizer calculation for softmax", algorithm 3). Backward puts the
-// gradient in the logits' place. Rows lie on 16-byte boundaries whatever V is; what is behind V
-// belongs to nobody and is read with the last chunk, and masked.
-#include "cuda/common.cuh"
+// gradient in the logits' place.
+#include "cuda/logits.cuh"
 
 namespace fastbert {
 namespace {
-
-constexpr int kRowWarps = 8;  // in forward a block has a row
-constexpr int kRowThreads = 32 * kRowWarps;
-constexpr int kLanes = 32, kSlices = 8;  // in backward a thread has eight columns of some rows
-constexpr int kBlockColumns = kLanes * kChunk;
-
-__device__ __forceinline__ float minus_infinity() { return -INFINITY; }
-
-// A chunk of logits, minus infinity behind the vocabulary.
-template <typename T>
-__device__ __forceinline__ void load_logits(const T* row, int64_t column, const CrossEntropy& a,
-                                            float (&z)[kChunk]) {
-  load_chunk<true>(row, column, a.vocabulary, z);
-#pragma unroll
-  for (int i = 0; i < kChunk; ++i) {
-    if (column + i >= a.vocabulary) z[i] = minus_infinity();
-  }
-}
-
-// Exponentials of minus infinity beside a peak that is minus infinity too are 0, not NaN.
-__device__ __forceinline__ float base_of(float peak) {
-  return peak == minus_infinity() ? 0.0f : peak;
-}
 
 struct RowSums {
   float peak;          // the largest logit
@@ -45,7 +21,7 @@ __device__ __forceinline__ RowSums sums_of_row(const T* row, const CrossEntropy&
   const int64_t first = static_cast<int64_t>(threadIdx.x) * kChunk;
   for (int64_t column = first; column < a.vocabulary; column += kRowThreads * kChunk) {
     float z[kChunk];
-    load_logits(row, column, a, z);
+    load_logits(row, column, a.vocabulary, z);
     float peak = s.peak;
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) peak = fmaxf(peak, z[i]);
@@ -78,9 +54,7 @@ __global__ void __launch_bounds__(kRowThreads) cross_entropy_fwd_kernel(const Cr
     a.loss[row] = 0.0f;
     return;
   }
-  // A label outside the vocabulary is clamped, and remembered: an error nobody waits for.
-  const int64_t within = label < 0 ? 0 : label < a.vocabulary ? label : a.vocabulary - 1;
-  if (within != label && a.flag != nullptr) *a.flag = 1;
+  const int64_t within = index_of_label(label, a.vocabulary, a.flag);
   float loss = lse - to_float(logits[within]);
   if (a.label_smoothing > 0.0f) {
     const float mean = s.all / static_cast<float>(a.vocabulary);
@@ -107,7 +81,7 @@ __global__ void __launch_bounds__(kLanes* kSlices) cross_entropy_bwd_kernel(cons
     const float of_label = dloss * (1.0f - a.label_smoothing);
     T* logits = static_cast<T*>(a.logits) + row * a.stride;
     float z[kChunk];
-    load_logits(logits, column, a, z);
+    load_logits(logits, column, a.vocabulary, z);
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) {
       z[i] = of_softmax * expf(z[i] - lse) - of_every - (column + i == label ? of_label : 0.0f);
@@ -120,13 +94,6 @@ __global__ void __launch_bounds__(kLanes* kSlices) cross_entropy_bwd_kernel(cons
   }
 }
 
-template <typename F>
-void with_type(Dtype dtype, F f) {
-  if (dtype == Dtype::kFloat) return f(float());
-  if (dtype == Dtype::kBFloat16) return f(bf16());
-  f(fp16());
-}
-
 }  // namespace
 
 void launch_cross_entropy_fwd(const CrossEntropy& a, Stream stream) {
@@ -137,11 +104,9 @@ void launch_cross_entropy_fwd(const CrossEntropy& a, Stream stream) {
 }
 
 void launch_cross_entropy_bwd(const CrossEntropy& a, Stream stream) {
-  const int64_t down = ceil_div(a.parts.count, kSlices);
-  const dim3 grid(static_cast<unsigned>(ceil_div(a.vocabulary, kBlockColumns)),
-                  static_cast<unsigned>(down));
   with_type(a.dtype, [&](auto number) {
-    launch(cross_entropy_bwd_kernel<decltype(number)>, grid, dim3(kLanes, kSlices), 0, stream, a);
+    launch(cross_entropy_bwd_kernel<decltype(number)>, gradient_grid(a.parts, a.vocabulary),
+           dim3(kLanes, kSlices), 0, stream, a);
   });
 }
 

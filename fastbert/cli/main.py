@@ -4,12 +4,13 @@ from typing import Annotated
 
 import typer
 
-from fastbert.cli import data, encode, pretrain, tasks, texts, tokenizer
+from fastbert.cli import data, distill, encode, pretrain, tasks, texts, tokenizer
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="BERT with fused kernels.")
 app.add_typer(data.app, name="data")
 app.add_typer(tokenizer.app, name="tokenizer")
 pretrain.add_to(app)
+distill.add_to(app)
 tasks.add_to(app)
 texts.add_to(app)
 encode.add_to(app)

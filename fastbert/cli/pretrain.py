@@ -6,35 +6,61 @@ from typing import Annotated
 
 import typer
 
+# tyro reads what follows the command, --help included.
+PASSED_ON = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": [],
+}
+
 
 def pretrain(context: typer.Context) -> None:
     """Pretrain BERT: `fastbert pretrain CONFIG [--output RUN --optimizer.lr 1e-4 ...]`.
 
     CONFIG is a YAML file or one of the names that --help lists.
     """
+    require_training()
+    from fastbert.train.config import PretrainConfig, ready_configs
+    from fastbert.train.pretraining import pretrain as run
+
+    configs = f"a YAML file or one of {', '.join(ready_configs())}"
+    run_configured(context, "pretrain", configs, PretrainConfig, run)
+
+
+def require_training() -> None:
+    """Ends the command where what training needs is not installed."""
     try:
         import pydantic  # noqa: F401
         import rich  # noqa: F401
-        import tyro
+        import tyro  # noqa: F401
         import yaml  # noqa: F401
     except ImportError as error:
         typer.echo(f"Error: {error}; pip install 'fastbert[train]'", err=True)
         raise typer.Exit(1) from error
 
+
+def run_configured(context: typer.Context, command: str, configs: str, kind: type, run) -> None:
+    """Reads a config and what overrides it, runs, and tells what came of it.
+
+    Args:
+        context: with the arguments left.
+        command: its name. configs: what CONFIG may be.
+        kind: the config's class. run: of it, to a summary.
+    """
+    import tyro
+
     from fastbert.train.checkpoints import CheckpointError
-    from fastbert.train.config import ConfigError, PretrainConfig, read_config, ready_configs
+    from fastbert.train.config import ConfigError, read_config
     from fastbert.train.pretraining import NonFiniteError
-    from fastbert.train.pretraining import pretrain as run
 
     name, *overrides = context.args or ["--help"]
     try:
         # What stands in the file is shown as the defaults of the options.
-        config = PretrainConfig() if name.startswith("-") else read_config(name)
+        config = kind() if name.startswith("-") else read_config(name, kind)
         config = tyro.cli(
-            PretrainConfig,
-            prog="fastbert pretrain CONFIG",
-            description=f"CONFIG is a YAML file or one of {', '.join(ready_configs())}. Options "
-            "override it.",
+            kind,
+            prog=f"fastbert {command} CONFIG",
+            description=f"CONFIG is {configs}. Options override it.",
             default=config,
             args=[name, *overrides] if name.startswith("-") else overrides,
         )
@@ -104,13 +130,6 @@ def plot(
 
 def add_to(app: typer.Typer) -> None:
     """Registers the commands of a run."""
-    # tyro reads what follows, --help included.
-    app.command(
-        context_settings={
-            "allow_extra_args": True,
-            "ignore_unknown_options": True,
-            "help_option_names": [],
-        }
-    )(pretrain)
+    app.command(context_settings=PASSED_ON)(pretrain)
     app.command()(export)
     app.command()(plot)

@@ -44,7 +44,7 @@ def _bwd_fake(
     )
 
 
-def _within_vocabulary(labels, vocab_size, ignore_index):
+def within_vocabulary(labels, vocab_size, ignore_index):
     """The labels as kernels may use them: checked already on a CPU, clamped elsewhere."""
     if not index_flags.must_not_wait(labels):
         return labels
@@ -63,7 +63,7 @@ def _fwd_checked(
     *options,
     implementation=mlm_cross_entropy_reference,
 ):
-    labels = _within_vocabulary(labels, weight.shape[0], ignore_index)
+    labels = within_vocabulary(labels, weight.shape[0], ignore_index)
     return implementation(hidden, weight, bias, labels, ignore_index, *options)
 
 
@@ -78,7 +78,7 @@ def _bwd_checked(
     *options,
     implementation=mlm_cross_entropy_bwd_reference,
 ):
-    labels = _within_vocabulary(labels, weight.shape[0], ignore_index)
+    labels = within_vocabulary(labels, weight.shape[0], ignore_index)
     return implementation(dloss, hidden, weight, bias, labels, lse, ignore_index, *options)
 
 
@@ -198,7 +198,11 @@ def mlm_cross_entropy(
             fastbert.ops.index_flags), label_smoothing outside [0, 1).
         RuntimeError: in backward with create_graph=True.
     """
-    _check(hidden, weight, bias, labels, ignore_index, label_smoothing)
+    check_rows("mlm_cross_entropy", hidden, weight, bias, labels, ignore_index)
+    if not 0.0 <= label_smoothing < 1.0:
+        raise ValueError(
+            f"mlm_cross_entropy: label_smoothing must be in [0, 1), got {label_smoothing}"
+        )
     hidden = autocast_input(hidden)
     options = (ignore_index, label_smoothing, z_loss)
     if dispatch.needs_grad(hidden, weight, bias):
@@ -206,30 +210,31 @@ def mlm_cross_entropy(
     return mlm_cross_entropy_fwd(hidden, weight, bias, labels, *options)[0]
 
 
-def _check(hidden, weight, bias, labels, ignore_index, label_smoothing) -> None:
+def check_rows(op: str, hidden, weight, bias, labels, ignore_index: int) -> None:
+    """What an op that scores labelled rows demands of them.
+
+    Raises:
+        ValueError: shapes that do not fit, on a CPU a label outside the vocabulary.
+    """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
-            "mlm_cross_entropy: hidden must be (P, C) and weight (V, C), got "
+            f"{op}: hidden must be (P, C) and weight (V, C), got "
             f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
-            f"mlm_cross_entropy: bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}"
+            f"{op}: bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}"
         )
     if labels.dtype != torch.int64 or labels.shape != hidden.shape[:1]:
         raise ValueError(
-            f"mlm_cross_entropy: labels must be int64 of shape ({hidden.shape[0]},), got "
+            f"{op}: labels must be int64 of shape ({hidden.shape[0]},), got "
             f"{labels.dtype} of shape {tuple(labels.shape)}"
-        )
-    if not 0.0 <= label_smoothing < 1.0:
-        raise ValueError(
-            f"mlm_cross_entropy: label_smoothing must be in [0, 1), got {label_smoothing}"
         )
     if dispatch.is_checkable(labels):
         wrong = (labels != ignore_index) & ((labels < 0) | (labels >= weight.shape[0]))
         if wrong.any():
             row = int(wrong.nonzero()[0])
             raise ValueError(
-                f"mlm_cross_entropy: label {int(labels[row])} at row {row} is outside the "
+                f"{op}: label {int(labels[row])} at row {row} is outside the "
                 f"vocabulary of {weight.shape[0]}; use {ignore_index} for rows without a label"
             )

@@ -6,7 +6,7 @@ Logits exist for `rows_per_chunk` rows at a time, in two buffers used again for 
 full `(P, V)` tensor would be fresh pages in forward and again in backward.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -50,7 +50,7 @@ def mlm_cross_entropy_reference(
     lse = torch.zeros_like(loss)
     counted = labels != ignore_index
     targets = labels.masked_fill(~counted, 0)
-    for rows, logits in _logit_chunks(hidden, weight, bias):
+    for rows, logits in logit_chunks(hidden, weight, bias):
         target = logits.gather(1, targets[rows, None]).squeeze(1)
         mean = logits.mean(1) if label_smoothing else None
         peak = logits.amax(1, keepdim=True)
@@ -91,15 +91,36 @@ def mlm_cross_entropy_bwd_reference(
     targets = labels.masked_fill(~counted, 0)
     dloss = torch.where(counted, dloss.to(accumulate), 0)
     factor = dloss * (1 + 2 * z_loss * lse) if z_loss else dloss
+
+    def gradients() -> Iterator[tuple[slice, torch.Tensor]]:
+        for rows, logits in logit_chunks(hidden, weight, bias):
+            gradient = logits.sub_(lse[rows, None]).exp_().mul_(factor[rows, None])
+            if label_smoothing:
+                gradient.sub_(dloss[rows, None] * (label_smoothing / vocab_size))
+            hit = -(1 - label_smoothing) * dloss[rows, None]
+            yield rows, gradient.scatter_add_(1, targets[rows, None], hit)
+
+    return decoder_gradients(gradients(), hidden, weight, bias, need_dhidden, need_dweight)
+
+
+def decoder_gradients(
+    gradients: Iterable[tuple[slice, torch.Tensor]],
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    need_dhidden: bool,
+    need_dweight: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What gradients of logits, row slices and fp32 `(rows, V)`, come to behind the decoder.
+
+    Returns:
+        dhidden: `(P, C)`. dweight: `(V, C)`. dbias: `(V,)`; `(0,)` where not wanted.
+    """
+    accumulate = accumulation_dtype(hidden.dtype)
     dhidden = hidden.new_zeros(hidden.shape if need_dhidden else 0)
     chunks = []
-    dbias = torch.zeros(vocab_size, dtype=accumulate, device=hidden.device)
-    for rows, logits in _logit_chunks(hidden, weight, bias):
-        gradient = logits.sub_(lse[rows, None]).exp_().mul_(factor[rows, None])
-        if label_smoothing:
-            gradient.sub_(dloss[rows, None] * (label_smoothing / vocab_size))
-        hit = -(1 - label_smoothing) * dloss[rows, None]
-        gradient.scatter_add_(1, targets[rows, None], hit)
+    dbias = torch.zeros(weight.shape[0], dtype=accumulate, device=hidden.device)
+    for rows, gradient in gradients:
         if bias is not None:
             dbias += gradient.sum(0)
         gradient = gradient.to(hidden.dtype)
@@ -115,7 +136,7 @@ def mlm_cross_entropy_bwd_reference(
     return dhidden, dweight, empty if bias is None else dbias.to(bias.dtype)
 
 
-def _logit_chunks(hidden, weight, bias) -> Iterator[tuple[slice, torch.Tensor]]:
+def logit_chunks(hidden, weight, bias) -> Iterator[tuple[slice, torch.Tensor]]:
     """Row slices and their fp32 logits, in a buffer the next chunk overwrites."""
     weight = weight.to(hidden.dtype)
     bias = None if bias is None else bias.to(hidden.dtype)

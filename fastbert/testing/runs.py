@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_map_only
 
 import fastbert
 from fastbert import dispatch
-from fastbert.train.config import config_from
+from fastbert.train.config import DistillConfig, config_from
+from fastbert.train.distillation import distill
 from fastbert.train.exporting import export
 from fastbert.train.journal import METRICS, read_records
 from fastbert.train.parallel import whole
@@ -56,6 +57,12 @@ def finetune_rows(kind: str, base: str, rows: list[dict], output: str, training:
     first = len(rows) * 3 // 4
     options = {"output": output, "training": TrainingSettings(**training)}
     training_named(kind).run(base, rows[:first], rows[first:], **options)
+
+
+def run_distillation(settings: dict) -> None:
+    """A distillation, in one thread."""
+    torch.set_num_threads(1)
+    distill(config_from(settings, kind=DistillConfig))
 
 
 class _Sent(TorchDispatchMode):

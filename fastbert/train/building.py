@@ -64,14 +64,30 @@ def build_model(config: ModelConfig, tokenizer, *, pairs: bool, max_length: int)
             )
         ).train()
     model = head.from_pretrained(config.init_from, **dropouts)
-    sizes = {"vocab_size": num_tokens, "max_position_embeddings": max_length}
-    for name, needed in sizes.items():
-        if getattr(model.config, name) < needed:
-            raise ConfigError(
-                f"model.init_from {config.init_from} has {name} {getattr(model.config, name)}, the "
-                f"run needs {needed}; use its own tokenizer and shorter sequences"
-            )
+    check_sizes("model.init_from", model.config, tokenizer, max_length)
     return model.float().train()
+
+
+def check_sizes(name: str, config: transformers.BertConfig, tokenizer, max_length: int) -> None:
+    """Refuses a checkpoint that is too small for a run.
+
+    Args:
+        name: of the setting that chose it.
+        config: of the checkpoint.
+        tokenizer: of the corpus.
+        max_length: longest sequence of the run.
+
+    Raises:
+        ConfigError: naming the size.
+    """
+    num_tokens = max(tokenizer.get_vocab().values()) + 1
+    sizes = {"vocab_size": num_tokens, "max_position_embeddings": max_length}
+    for size, needed in sizes.items():
+        if getattr(config, size) < needed:
+            raise ConfigError(
+                f"{name} {config.name_or_path} has {size} {getattr(config, size)}, the run needs "
+                f"{needed}; use its own tokenizer and shorter sequences"
+            )
 
 
 def checkpoint_activations(model: nn.Module) -> None:

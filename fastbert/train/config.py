@@ -5,6 +5,7 @@ A file holds only what differs from the defaults below; the command line overrid
 
 import dataclasses
 import difflib
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -193,6 +194,45 @@ class PretrainConfig:
         return dataclasses.asdict(self)
 
 
+@dataclass(frozen=True)
+class StudentConfig:
+    """The student: what its teacher does not decide."""
+
+    num_hidden_layers: int | None = None
+    """Unset: half of the teacher's."""
+    layers: tuple[int, ...] | None = None
+    """The teacher's layers it begins with, from 0; unset: evenly from the first to the last."""
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    family: Literal["bert", "distilbert"] = "bert"
+    """As which `fastbert export` writes it."""
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    """The teacher, and the losses against it: DistilBERT's, with the weights of its published
+    training."""
+
+    teacher: str = ""
+    """Folder of a transformers BertForMaskedLM."""
+    temperature: float = 2.0
+    """Of both softmaxes of the soft loss."""
+    soft_weight: float = 5.0
+    """Of the divergence from the teacher at predicted tokens."""
+    mlm_weight: float = 2.0
+    """Of the masked-LM loss."""
+    cosine_weight: float = 1.0
+    """Of the angle between the last hidden states."""
+
+
+@dataclass(frozen=True)
+class DistillConfig(PretrainConfig):
+    """A distillation run: a pretraining run whose model has a teacher."""
+
+    model: StudentConfig = field(default_factory=StudentConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+
+
 # Settings that may change between a run and its resumption: they touch what is learned by rounding
 # at most.
 FREE = ("output", "checkpoint", "log", "device", "parallel")
@@ -203,17 +243,37 @@ def ready_configs() -> list[str]:
     return sorted(path.stem for path in READY.glob("*.yaml"))
 
 
-def read_config(name: str | Path) -> PretrainConfig:
+def read_config(name: str | Path, kind: type[PretrainConfig] = PretrainConfig) -> PretrainConfig:
     """A YAML file, or a config that comes along by its name.
+
+    Args:
+        name: of the file or config.
+        kind: of run.
 
     Raises:
         ConfigError: no such file, no YAML, unknown keys, values of a wrong type.
     """
+    path = READY / f"{name}.yaml" if str(name) in ready_configs() else Path(name)
+    return config_from(_read_yaml(path), str(path), kind)
+
+
+def read_run(folder: str | Path) -> PretrainConfig:
+    """The settings of a run, of the kind it is.
+
+    Raises:
+        ConfigError: as `read_config`.
+    """
+    path = Path(folder) / "config.yaml"
+    data = _read_yaml(path)
+    kind = DistillConfig if "distillation" in data else PretrainConfig
+    return config_from(data, str(path), kind)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
     import yaml
 
-    path = READY / f"{name}.yaml" if str(name) in ready_configs() else Path(name)
     try:
-        data = yaml.safe_load(path.read_text("utf-8")) or {}
+        return yaml.safe_load(path.read_text("utf-8")) or {}
     except OSError as error:
         raise ConfigError(
             f"cannot read {path}: {error.strerror}; give a YAML file or one of "
@@ -221,11 +281,17 @@ def read_config(name: str | Path) -> PretrainConfig:
         ) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is no YAML: {error}") from error
-    return config_from(data, str(path))
 
 
-def config_from(data: dict[str, Any], source: str = "config") -> PretrainConfig:
+def config_from(
+    data: dict[str, Any], source: str = "config", kind: type[PretrainConfig] = PretrainConfig
+) -> PretrainConfig:
     """Settings from nested mappings.
+
+    Args:
+        data: keys and values.
+        source: named in messages.
+        kind: of run.
 
     Raises:
         ConfigError: unknown keys, values of a wrong type, all of them at once.
@@ -234,11 +300,11 @@ def config_from(data: dict[str, Any], source: str = "config") -> PretrainConfig:
 
     if not isinstance(data, dict):
         raise ConfigError(f"{source} must hold keys and values, got {type(data).__name__}")
-    unknown = _unknown_keys(data, PretrainConfig, "")
+    unknown = _unknown_keys(data, kind, "")
     if unknown:
         raise ConfigError("\n".join(f"{source}: {line}" for line in unknown))
     try:
-        return pydantic.TypeAdapter(PretrainConfig).validate_python(data)
+        return pydantic.TypeAdapter(kind).validate_python(data)
     except pydantic.ValidationError as error:
         lines = [
             f"{source}: {'.'.join(str(part) for part in e['loc'])}: {e['msg']}, got {e['input']!r}"
@@ -283,12 +349,10 @@ def check(config: PretrainConfig, *, num_ranks: int = 1, has_gpu: bool = False) 
         *_faults_of_data(config.data),
         *_faults_of_schedule(config),
     ]
-    model = config.model
-    if model.init_from is None and model.hidden_size % max(model.num_attention_heads, 1):
-        faults.append(
-            f"model.hidden_size {model.hidden_size} must be a multiple of "
-            f"model.num_attention_heads {model.num_attention_heads}"
-        )
+    if isinstance(config, DistillConfig):
+        faults += _faults_of_distillation(config)
+    else:
+        faults += _faults_of_model(config)
     if config.precision == "tf32" and not has_gpu:
         faults.append("precision tf32 is of GPUs; use fp32 or bf16 on a CPU")
     if faults:
@@ -306,11 +370,6 @@ def _faults_of_numbers(config: PretrainConfig) -> list[str]:
         "evaluation.batches",
         "checkpoint.every",
         "checkpoint.keep",
-        "model.hidden_size",
-        "model.num_hidden_layers",
-        "model.num_attention_heads",
-        "model.intermediate_size",
-        "model.vocab_multiple_of",
     ):
         if _value(config, name) < 1:
             faults.append(f"{name} must be at least 1, got {_value(config, name)}")
@@ -329,18 +388,81 @@ def _faults_of_numbers(config: PretrainConfig) -> list[str]:
     return faults
 
 
+def _faults_of_model(config: PretrainConfig) -> list[str]:
+    faults, model = [], config.model
+    for name in (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+        "vocab_multiple_of",
+    ):
+        if getattr(model, name) < 1:
+            faults.append(f"model.{name} must be at least 1, got {getattr(model, name)}")
+    if model.init_from is not None:
+        return faults
+    if model.hidden_size % max(model.num_attention_heads, 1):
+        faults.append(
+            f"model.hidden_size {model.hidden_size} must be a multiple of "
+            f"model.num_attention_heads {model.num_attention_heads}"
+        )
+    positions = model.max_position_embeddings
+    for number, phase in enumerate(config.phases):
+        if phase.max_length > positions:
+            faults.append(
+                f"phases.{number}.max_length {phase.max_length} exceeds "
+                f"model.max_position_embeddings {positions}; raise that or shorten the sequences"
+            )
+    return faults
+
+
+def _faults_of_distillation(config: DistillConfig) -> list[str]:
+    faults, student, settings = [], config.model, config.distillation
+    if not settings.teacher:
+        faults.append(
+            "distillation.teacher is not set; give --distillation.teacher FOLDER or set it in the "
+            "file"
+        )
+    if not 0 < settings.temperature < math.inf:
+        faults.append(f"distillation.temperature must be above 0, got {settings.temperature}")
+    for name in ("soft_weight", "mlm_weight", "cosine_weight"):
+        if not 0 <= getattr(settings, name) < math.inf:
+            faults.append(f"distillation.{name} must be 0 or more, got {getattr(settings, name)}")
+    if settings.soft_weight == settings.cosine_weight == 0:
+        faults.append(
+            "distillation.soft_weight and cosine_weight are both 0, so nothing is learned from the "
+            "teacher; use fastbert pretrain"
+        )
+    if student.num_hidden_layers is not None and student.num_hidden_layers < 1:
+        faults.append(
+            f"model.num_hidden_layers must be at least 1, got {student.num_hidden_layers}"
+        )
+    if student.layers is not None:
+        if not student.layers:
+            faults.append("model.layers is empty; name at least one of the teacher's layers")
+        if student.num_hidden_layers not in (None, len(student.layers)):
+            faults.append(
+                f"model.num_hidden_layers is {student.num_hidden_layers}, but model.layers names "
+                f"{len(student.layers)}; drop one of the two"
+            )
+    if config.data.sequences != "packed":
+        faults.append(
+            f"data.sequences {config.data.sequences} has a second loss, which distillation leaves "
+            "out; use packed"
+        )
+    if config.last_layer_subset:
+        faults.append(
+            "last_layer_subset leaves out hidden states that the cosine loss compares; drop it"
+        )
+    return faults
+
+
 def _faults_of_phases(config: PretrainConfig, num_ranks: int) -> list[str]:
     faults = [] if config.phases else ["phases is empty; give at least one"]
     for number, phase in enumerate(config.phases):
         where = f"phases.{number}"
         if phase.steps < 1:
             faults.append(f"{where}.steps must be at least 1, got {phase.steps}")
-        positions = config.model.max_position_embeddings
-        if config.model.init_from is None and phase.max_length > positions:
-            faults.append(
-                f"{where}.max_length {phase.max_length} exceeds model.max_position_embeddings "
-                f"{positions}; raise that or shorten the sequences"
-            )
         if not 5 <= phase.max_length <= phase.tokens_per_batch:
             faults.append(
                 f"{where}.max_length must lie in 5 to tokens_per_batch {phase.tokens_per_batch}, "

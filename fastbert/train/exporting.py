@@ -7,7 +7,8 @@ from transformers import AutoTokenizer
 
 import fastbert
 from fastbert.train.checkpoints import CheckpointError, Checkpoints
-from fastbert.train.config import ConfigError, read_config
+from fastbert.train.config import ConfigError, DistillConfig, read_run
+from fastbert.train.distilbert import as_distilbert
 
 
 def export(
@@ -20,7 +21,8 @@ def export(
     """Writes config, weights (safetensors, fp32) and tokenizer of a checkpoint.
 
     `transformers.AutoModelForMaskedLM.from_pretrained(output)` then has the run's logits. A run on
-    pairs keeps its next-sentence head, which `BertForPreTraining` reads.
+    pairs keeps its next-sentence head, which `BertForPreTraining` reads. A distillation is
+    written as the family its settings name.
 
     Args:
         run: folder of a run.
@@ -40,7 +42,7 @@ def export(
         raise ConfigError(f"{run} is not a run: it has no config.yaml")
     if output.is_dir() and any(output.iterdir()):
         raise ConfigError(f"{output} is not empty; choose a new folder")
-    settings = read_config(run / "config.yaml")
+    settings = read_run(run)
     if average and settings.average_decay is None:
         raise ConfigError(f"{run} kept no averages: it has no average_decay; leave out average")
     checkpoints = Checkpoints(run / "checkpoints", settings.checkpoint.keep)
@@ -55,6 +57,8 @@ def export(
     weights = {key: p.detach() for key, p in model.named_parameters()}
     checkpoints.verify(name)
     checkpoints.load(name, {"average": weights} if average else {"model": model.state_dict()})
+    if isinstance(settings, DistillConfig) and settings.model.family == "distilbert":
+        model = as_distilbert(model)
     model.save_pretrained(output)
     AutoTokenizer.from_pretrained(run / "tokenizer").save_pretrained(output)
     return name

@@ -113,12 +113,7 @@ class Pretraining:
         self.corpus = _open_corpus("data.corpus", config.data.corpus)
         self.tokenizer = AutoTokenizer.from_pretrained(self.corpus.folder / "tokenizer")
         self.heldout = self._open_heldout()
-        self.model = building.build_model(
-            config.model,
-            self.tokenizer,
-            pairs=config.data.sequences != "packed",
-            max_length=max(phase.max_length for phase in config.phases),
-        ).to(self.device)
+        self.model = self.build_model().to(self.device)
         if config.activation_checkpointing:
             building.checkpoint_activations(self.model)
         if config.precision == "tf32":
@@ -277,6 +272,15 @@ class Pretraining:
         )
 
     # --- parts
+
+    def build_model(self) -> torch.nn.Module:
+        """The model to train, in training mode."""
+        return building.build_model(
+            self.config.model,
+            self.tokenizer,
+            pairs=self.config.data.sequences != "packed",
+            max_length=max(phase.max_length for phase in self.config.phases),
+        )
 
     def _graphed_step(self, rng_state: torch.Tensor) -> GraphedStep:
         return GraphedStep(

@@ -13,7 +13,14 @@ import fastbert.ops  # noqa: F401  registers the ops
 from fastbert import extension
 from fastbert.dispatch import BACKENDS, OPS, not_supported_reasons, use_backend
 
-MATMUL_OPS = ("attention", "encoder", "linear", "linear_gelu", "mlm_cross_entropy")
+MATMUL_OPS = (
+    "attention",
+    "encoder",
+    "linear",
+    "linear_gelu",
+    "mlm_cross_entropy",
+    "mlm_distillation",
+)
 ELEMENTWISE_ISAS = ("portable", "avx2", "avx512", "avx512_bf16")
 
 
