@@ -108,6 +108,19 @@ inline std::vector<int64_t> counted_labels(const at::Tensor& labels, int64_t ign
   return counted;
 }
 
+// What a thread keeps of the gradients of a strip.
+struct GradientRoom {
+  Workspace columns;                          // of weights, packed for the gradient of hidden
+  Workspace logits;                           // (rows, kStrip)
+  Workspace gradient_rows, gradient_columns;  // the logits' gradients, packed
+
+  explicit GradientRoom(const Decoder& d)
+      : columns(kStripBlocks * d.bytes * d.deep),
+        logits(d.row_blocks * kBlock * kStrip * sizeof(float)),
+        gradient_rows(kStripBlocks * d.bytes * d.row_blocks),
+        gradient_columns(kStripBlocks * d.bytes * d.row_blocks) {}
+};
+
 // The gradients of hidden, weight and bias, each empty where it is not wanted. make() gives what a
 // thread keeps; gradients(kept, strip, out, dbias) writes those of a strip's logits, (rows,
 // kStrip), and adds up their columns in dbias unless that is null.
@@ -140,26 +153,21 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> decoder_bwd(const Decoder& p, con
                       need_dweight ? dweight.mutable_data_ptr() : nullptr, p.depth};
   float* dbias_data = bias.has_value() ? dbias.mutable_data_ptr<float>() : nullptr;
 
-  using Made = decltype(make());
   struct Kept {
-    Made made;
-    Workspace columns, logits, gradient_rows, gradient_columns;
+    decltype(make()) made;
+    GradientRoom room;
   };
-  const auto keep = [&] {
-    const int64_t strip_bytes = kStripBlocks * p.bytes;
-    return Kept{make(), Workspace(strip_bytes * p.deep),
-                Workspace(p.row_blocks * kBlock * kStrip * sizeof(float)),
-                Workspace(strip_bytes * p.row_blocks), Workspace(strip_bytes * p.row_blocks)};
-  };
+  const auto keep = [&] { return Kept{make(), GradientRoom(p)}; };
   const auto strip_gradients = [&](Kept& kept, int64_t strip, float* partial, bool first) {
     const int64_t columns = p.columns_of(strip), begin = strip * kStrip;
     const int64_t panels = blocks_of(columns);
-    float* logits = kept.logits.as<float>();
+    const GradientRoom& room = kept.room;
+    float* logits = room.logits.as<float>();
     gradients(kept.made, strip, logits, dbias_data == nullptr ? nullptr : dbias_data + begin);
     const Source source{Dtype::kFloat, logits, p.rows, columns, kStrip};
     alignas(64) float sums[kBlock * kBlock];
     if (need_dweight) {
-      char* left = kept.gradient_columns.as<char>();
+      char* left = room.gradient_columns.as<char>();
       p.pack(source, Layout::kATransposed, 0, p.rows, true, left);
       for (int64_t panel = 0; panel < panels; ++panel) {
         for (int64_t d = 0; d < p.deep; ++d) {
@@ -173,12 +181,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> decoder_bwd(const Decoder& p, con
       }
     }
     if (!need_dhidden) return;
-    char* left = kept.gradient_rows.as<char>();
+    char* left = room.gradient_rows.as<char>();
     p.pack(source, Layout::kA, 0, p.rows, false, left);
-    p.pack(p.weight, Layout::kB, begin, columns, true, kept.columns.as<char>());
+    p.pack(p.weight, Layout::kB, begin, columns, true, room.columns.as<char>());
     for (int64_t i = 0; i < tiles; ++i) {
       p.multiply(left + i / p.deep * panels * p.bytes,
-                 kept.columns.as<char>() + i % p.deep * panels * p.bytes, panels,
+                 room.columns.as<char>() + i % p.deep * panels * p.bytes, panels,
                  partial + i * tile, kBlock, !first);
     }
   };

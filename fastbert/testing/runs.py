@@ -39,6 +39,10 @@ LEARNED = (
     "skipped",
     "heldout_loss",
     "heldout_accuracy",
+    # Of a distillation.
+    "soft_loss",
+    "mlm_loss",
+    "cosine_loss",
 )
 
 

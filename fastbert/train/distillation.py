@@ -5,8 +5,10 @@ from three losses (fastbert/models/distillation.py). All else, the folder of the
 pretraining's (fastbert/train/pretraining.py).
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from transformers import AutoTokenizer
 
 import fastbert
@@ -56,6 +58,11 @@ class Distillation(Pretraining):
             hidden_dropout_prob=student.hidden_dropout_prob,
             attention_probs_dropout_prob=student.attention_probs_dropout_prob,
         )
+
+    @staticmethod
+    def step_loss(model: torch.nn.Module, batch: Mapping, rng_state, num_labels) -> Mapping:
+        """The student's losses: their sum, and what it is made of."""
+        return model(**batch, rng_state=rng_state, num_items_in_batch=num_labels)
 
 
 def read_teacher(folder: str, tokenizer) -> fastbert.BertForMaskedLM:

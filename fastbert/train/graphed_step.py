@@ -9,7 +9,7 @@ back and read some steps later.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import distributed, nn
@@ -33,6 +33,7 @@ class StepReport:
         loss: mean over the labels of the step. grad_norm: of all gradients, before clipping.
         skipped: whether a gradient was not finite, and weights and state were left alone.
         num_labels: labels the loss is a mean of.
+        parts: what else the loss function tells, by name.
     """
 
     step: int
@@ -40,6 +41,7 @@ class StepReport:
     grad_norm: float
     skipped: bool
     num_labels: int
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 def model_loss(model: nn.Module, batch: Mapping, rng_state, num_labels, **options) -> torch.Tensor:
@@ -75,7 +77,8 @@ class GraphedStep:
             model's device, copied; the offset is raised by 1 in every forward. None: drawn from
             torch's generator.
         loss: `loss(model, batch, rng_state, num_labels)`, the batch's share of a mean over
-            `num_labels` labels.
+            `num_labels` labels; or a mapping of such shares, of which `loss` is differentiated and
+            the others are reported.
         lag: steps after which a report is read.
         graph: whether to capture; None: on a GPU, in one process.
 
@@ -117,6 +120,7 @@ class GraphedStep:
         self.rng_state = rng_state.clone()
         self._max_grad_norm, self._dtype, self._scaler = max_grad_norm, dtype, scaler
         self._loss, self._lag = loss, lag
+        self._parts: tuple[str, ...] = ()
         wants_graph = self.device.type == "cuda" and not self._is_distributed
         self._uses_graph = wants_graph if graph is None else graph
         self._num_steps, self._warm_up_steps = 0, WARM_UP_STEPS
@@ -171,7 +175,7 @@ class GraphedStep:
     # --- the step
 
     def _step(self) -> torch.Tensor:
-        """`(5,)` fp64 on the device: loss, gradient norm, skipped, number of labels, wrong ids."""
+        """fp64 on the device: loss, gradient norm, skipped, number of labels, wrong ids, parts."""
         self.optimizer.zero_grad(set_to_none=True)
         num_labels = sum((batch["labels"] != IGNORE_INDEX).sum() for batch in self._inputs)
         self._add_over_processes(num_labels)
@@ -180,27 +184,32 @@ class GraphedStep:
         if self._is_distributed:
             # Gradients become the mean over the processes, and are to be their sum.
             share = share / distributed.get_world_size()
-        losses = []
+        shares = []
         for number, batch in enumerate(self._inputs, 1):
             with parallel.exchanging(self.model, is_due=number == len(self._inputs)):
-                losses.append(self._forward_backward(batch, share))
-        loss = torch.stack(losses).sum()
+                shares.append(self._forward_backward(batch, share))
+        losses = torch.stack(shares).sum(0)
         if self._is_distributed:
-            loss /= distributed.get_world_size()
-            self._add_over_processes(loss)
+            losses /= distributed.get_world_size()
+            self._add_over_processes(losses)
         grad_norm, found_inf = self._update()
         flag = index_flags.pending(self.device)
         wrong_ids = torch.zeros_like(num_labels) if flag is None else flag
-        values = (loss, grad_norm, found_inf, num_labels, wrong_ids)
+        values = (losses[0], grad_norm, found_inf, num_labels, wrong_ids, *losses[1:])
         return torch.stack([v.detach().double().reshape(()) for v in values])
 
     def _forward_backward(self, batch: dict, num_labels: torch.Tensor) -> torch.Tensor:
+        """The batch's shares of the loss and of its parts."""
         autocast = self._dtype is not None
         with torch.autocast(self.device.type, dtype=self._dtype, enabled=autocast):
-            loss = self._loss(self.model, batch, self.rng_state.clone(), num_labels)
+            losses = self._loss(self.model, batch, self.rng_state.clone(), num_labels)
+        if not isinstance(losses, Mapping):
+            losses = {"loss": losses}
+        self._parts = tuple(name for name in losses if name != "loss")
+        loss = losses["loss"]
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
         self.rng_state[1] += 1
-        return loss.detach()
+        return torch.stack([loss.detach(), *(losses[name].detach() for name in self._parts)])
 
     def _add_over_processes(self, value: torch.Tensor) -> None:
         if self._is_distributed:
@@ -281,10 +290,11 @@ class GraphedStep:
         step, values, event = self._reports.popleft()
         if event is not None:
             event.synchronize()
-        loss, grad_norm, skipped, num_labels, wrong_ids = values.tolist()
+        loss, grad_norm, skipped, num_labels, wrong_ids, *parts = values.tolist()
         if wrong_ids:
             index_flags.raise_pending(self.device)
-        return StepReport(step, loss, grad_norm, bool(skipped), int(num_labels))
+        named = dict(zip(self._parts, parts, strict=True))
+        return StepReport(step, loss, grad_norm, bool(skipped), int(num_labels), named)
 
 
 def _to_host(results: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:

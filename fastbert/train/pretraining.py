@@ -219,6 +219,7 @@ class Pretraining:
         capacity = sum(b.capacity for b in pending.batches) * self.processes.size
         values = {
             "loss": report.loss,
+            **report.parts,
             "grad_norm": report.grad_norm,
             "lr": pending.lr,
             "skipped": report.skipped,
@@ -282,6 +283,9 @@ class Pretraining:
             max_length=max(phase.max_length for phase in self.config.phases),
         )
 
+    # A sharded model could not compute logits later, when they are read, and none are.
+    step_loss = staticmethod(partial(model_loss, return_logits=False))
+
     def _graphed_step(self, rng_state: torch.Tensor) -> GraphedStep:
         return GraphedStep(
             self.parallel_model,
@@ -290,8 +294,7 @@ class Pretraining:
             dtype=building.DTYPES[self.config.precision],
             scaler=self.scaler,
             rng_state=rng_state.to(self.device),
-            # A sharded model could not compute them later, when they are read, and none are.
-            loss=partial(model_loss, return_logits=False),
+            loss=self.step_loss,
             # Reading a report of a GPU at once would wait for it.
             lag=2 if self.device.type == "cuda" else 0,
         )

@@ -20,11 +20,13 @@ from fastbert.ops.bias_gelu import bias_gelu
 from fastbert.ops.embed_layer_norm import embed_layer_norm
 from fastbert.ops.geglu import geglu
 from fastbert.ops.mlm_cross_entropy import mlm_cross_entropy
+from fastbert.ops.mlm_distillation import mlm_distillation
 from fastbert.ops.philox import row_keep_mask, score_keep_mask
 from fastbert.ops.rotary import rotary
 from fastbert.ops.unpad import pad, unpad
 from fastbert.testing.compare import assert_bitwise_equal, op_check
 from fastbert.testing.counters import assert_ran
+from fastbert.testing.plain import plain_mlm_distillation
 
 ON_GPU = os.environ.get("FASTBERT_TEST_DEVICE") == "cuda"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32] if ON_GPU else [torch.bfloat16]
@@ -242,6 +244,27 @@ def test_mlm_cross_entropy(device, shape, dtype):
         {**inputs, "labels": labels},
         dtype,
         name="mlm_cross_entropy",
+        reduction_rows=rows,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", sizes((9, 16, 50), (614, 768, 30_522)), ids=str)
+def test_mlm_distillation(device, shape, dtype):
+    rows, columns, vocab = shape
+    student = randn(device, hidden=(rows, columns), weight=(vocab, columns), bias=(vocab,))
+    taught = randn(device, hidden=(rows, columns), weight=(vocab, columns), bias=(vocab,))
+    for inputs in (student, taught):
+        inputs["weight"] *= columns**-0.5
+    labels = torch.randint(vocab, (rows,), device=device)
+    labels[::7] = -100
+
+    op_check(
+        mlm_distillation,
+        plain_mlm_distillation,
+        {**student, "labels": labels, **{f"teacher_{k}": v for k, v in taught.items()}},
+        dtype,
+        name="mlm_distillation",
         reduction_rows=rows,
     )
 

@@ -7,14 +7,17 @@ import torch.nn.functional as F
 
 from fastbert import extension, use_backend
 from fastbert.ops import mlm_cross_entropy as mlm_module
+from fastbert.ops import mlm_distillation as distillation_module
 from fastbert.ops.add_layer_norm import add_layer_norm, add_layer_norm_bwd
 from fastbert.ops.bias_gelu import bias_gelu_bwd
 from fastbert.ops.embed_layer_norm import embed_layer_norm
 from fastbert.ops.mlm_cross_entropy import mlm_cross_entropy
+from fastbert.ops.mlm_distillation import mlm_distillation
 from fastbert.ops.philox import row_keep_mask
 from fastbert.ops.unpad import pad, unpad
 from fastbert.testing.compare import assert_bitwise_equal, op_check
 from fastbert.testing.counters import assert_ran
+from fastbert.testing.plain import plain_mlm_distillation
 
 EPS = 1e-12
 DROPOUT = {"dropout_p": 0.25, "site": 5, "rng_state": torch.tensor([3, 2**33 + 1])}
@@ -149,6 +152,30 @@ def test_cuda_mlm_cross_entropy_of_long_rows(dtype, most, monkeypatch):
             {**values, "labels": labels},
             dtype,
             name="mlm_cross_entropy",
+            reduction_rows=rows,
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("most", [3 * 5003, 1 << 26])
+def test_cuda_mlm_distillation_of_long_rows(dtype, most, monkeypatch):
+    """The same of both models' logits, whose largest are not at one place."""
+    monkeypatch.setattr(distillation_module, "MAX_LOGITS", most)
+    rows, vocab = 10, 5003
+    values = {"hidden": torch.randn(rows, 16), "weight": torch.randn(vocab, 16) * 0.3}
+    values["bias"] = torch.linspace(-4, 4, vocab)
+    taught = {f"teacher_{k}": torch.randn_like(v) for k, v in values.items()}
+    taught["teacher_weight"] *= 0.3
+    labels = torch.randint(vocab, (rows,))
+    labels[4] = -100
+
+    with assert_ran("mlm_distillation_bwd", "cuda_emulated"):
+        op_check(
+            mlm_distillation,
+            plain_mlm_distillation,
+            {**values, "labels": labels, **taught},
+            dtype,
+            name="mlm_distillation",
             reduction_rows=rows,
         )
 

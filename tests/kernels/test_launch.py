@@ -16,6 +16,7 @@ from fastbert.kernels import (
     embed_layer_norm,
     linear_gelu,
     mlm_cross_entropy,
+    mlm_distillation,
     philox,
     tuned,
 )
@@ -149,6 +150,26 @@ def test_mlm_cross_entropy_in_chunks(device, monkeypatch):
             dloss, *tensors, lse, *options, True, True
         )
         runs.append((loss, lse, *gradients))
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_mlm_distillation_in_chunks(device, monkeypatch):
+    hidden, teacher_hidden = (torch.randn(11, width, device=device) for width in (16, 24))
+    weight, teacher_weight = (torch.randn(50, width, device=device) for width in (16, 24))
+    bias, teacher_bias = torch.randn(2, 50, device=device)
+    labels = torch.randint(50, (11,), device=device)
+    labels[2] = -100
+    tensors = (hidden, weight, bias, labels, teacher_hidden, teacher_weight, teacher_bias)
+    gradients_of_losses = torch.randn(2, 11, device=device)
+    runs = []
+    for most in (4 * 50, 1 << 20):
+        monkeypatch.setattr(mlm_cross_entropy, "MAX_LOGITS", most)
+        *losses, lse = mlm_distillation.mlm_distillation_fwd(*tensors, -100, 3.0)
+        gradients = mlm_distillation.mlm_distillation_bwd(
+            *gradients_of_losses, *tensors, lse, -100, 3.0, True, True
+        )
+        runs.append((*losses, lse, *gradients))
     for a, b in zip(*runs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from fastbert.ops.mlm_cross_entropy import mlm_cross_entropy
 from fastbert.ops.mlm_distillation import mlm_distillation, mlm_distillation_fwd
 from fastbert.reference import mlm_cross_entropy as reference_module
 from fastbert.testing.compare import assert_bitwise_equal, op_check
 from fastbert.testing.counters import assert_ran
+from fastbert.testing.plain import plain_mlm_distillation
 
 OP = "mlm_distillation"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -30,32 +30,6 @@ def inputs(rows, width, vocab, bias=True, teacher_width=None):
     }
 
 
-def plain(
-    hidden,
-    weight,
-    bias,
-    labels,
-    teacher_hidden,
-    teacher_weight,
-    teacher_bias,
-    temperature=2.0,
-):
-    def wide(logits):
-        return logits if logits.dtype == torch.float64 else logits.float()
-
-    logits = wide(F.linear(hidden, weight, bias))
-    with torch.no_grad():
-        target = wide(F.linear(teacher_hidden, teacher_weight, teacher_bias))
-    loss = F.cross_entropy(logits, labels, reduction="none")
-    divergence = F.kl_div(
-        F.log_softmax(logits / temperature, -1),
-        F.log_softmax(target / temperature, -1),
-        reduction="none",
-        log_target=True,
-    ).sum(-1)
-    return loss, temperature**2 * divergence * (labels != -100)
-
-
 def differentiated(arguments):
     """The arguments with gradients, and the student's leaves among them."""
     leaves = {k: arguments[k].clone().requires_grad_() for k in STUDENT}
@@ -75,10 +49,10 @@ def test_mlm_distillation_matches_reference(backend, shape, dtype):
     ):
         op_check(
             mlm_distillation,
-            plain,
+            plain_mlm_distillation,
             inputs(*shape),
             dtype,
-            name="mlm_distillation",
+            name=OP,
             reduction_rows=shape[0],
         )
 
@@ -88,10 +62,10 @@ def test_mlm_distillation_matches_reference(backend, shape, dtype):
 def test_mlm_distillation_temperatures(backend, temperature, bias):
     op_check(
         lambda **a: mlm_distillation(**a, temperature=temperature),
-        lambda **a: plain(**a, temperature=temperature),
+        lambda **a: plain_mlm_distillation(**a, temperature=temperature),
         inputs(12, 16, 50, bias),
         torch.float32,
-        name="mlm_distillation",
+        name=OP,
         reduction_rows=12,
     )
 
@@ -100,7 +74,7 @@ def test_mlm_distillation_temperatures(backend, temperature, bias):
 def test_mlm_distillation_in_chunks(monkeypatch, dtype):
     monkeypatch.setattr(reference_module, "MAX_LOGITS", 4 * 50)
     assert reference_module.rows_per_chunk(11, 50) < 5
-    op_check(mlm_distillation, plain, inputs(11, 16, 50), dtype, name="mlm_distillation")
+    op_check(mlm_distillation, plain_mlm_distillation, inputs(11, 16, 50), dtype, name=OP)
 
 
 def test_mlm_distillation_has_the_loss_of_mlm_cross_entropy(backend):
@@ -137,10 +111,10 @@ def test_mlm_distillation_of_nothing(backend, rows):
 def test_mlm_distillation_noncontiguous(backend):
     op_check(
         mlm_distillation,
-        plain,
+        plain_mlm_distillation,
         inputs(9, 16, 50),
         torch.float32,
-        name="mlm_distillation",
+        name=OP,
         layout="noncontiguous",
     )
 
@@ -149,7 +123,9 @@ def test_mlm_distillation_extreme_values(backend):
     arguments = inputs(5, 4, 30)
     for name in ("weight", "teacher_weight"):
         arguments[name] = arguments[name] * 3e4
-    for ours, theirs in zip(mlm_distillation(**arguments), plain(**arguments), strict=True):
+    for ours, theirs in zip(
+        mlm_distillation(**arguments), plain_mlm_distillation(**arguments), strict=True
+    ):
         assert ours.isfinite().all()
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-2)
 
@@ -170,7 +146,7 @@ def test_mlm_distillation_masked_words(backend):
     short["teacher_bias"] = short["teacher_bias"].clamp(min=-1e4)
     arguments, leaves = differentiated(arguments)
     losses = mlm_distillation(**arguments)
-    for ours, theirs in zip(losses, plain(**short), strict=True):
+    for ours, theirs in zip(losses, plain_mlm_distillation(**short), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     sum(loss.sum() for loss in losses).backward()
     assert all(leaf.grad.isfinite().all() for leaf in leaves.values())
@@ -179,10 +155,10 @@ def test_mlm_distillation_masked_words(backend):
 def test_mlm_distillation_autocast(backend):
     op_check(
         mlm_distillation,
-        plain,
+        plain_mlm_distillation,
         inputs(9, 16, 50),
         torch.float32,
-        name="mlm_distillation",
+        name=OP,
         autocast=torch.bfloat16,
         reduction_rows=9,
     )
@@ -196,7 +172,7 @@ def test_mlm_distillation_of_one_loss(backend, index):
     with assert_ran("mlm_distillation_bwd", backend.name):
         mlm_distillation(**arguments)[index].sum().backward()
     ours, arguments["weight"].grad = arguments["weight"].grad, None
-    plain(**arguments)[index].sum().backward()
+    plain_mlm_distillation(**arguments)[index].sum().backward()
     torch.testing.assert_close(ours, arguments["weight"].grad, rtol=1e-5, atol=1e-6)
 
 
