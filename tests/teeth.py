@@ -373,6 +373,36 @@ FAULTS = {
         "chunks = [product]",
         "tests/ops/test_mlm_cross_entropy.py",
     ),
+    "soft targets without the square of the temperature": (
+        "fastbert/reference/mlm_distillation.py",
+        "torch.where(counted[rows], temperature**2 * soft, 0)",
+        "torch.where(counted[rows], soft, 0)",
+        "tests/ops/test_mlm_distillation.py",
+    ),
+    "a word ruled out by the teacher has a part": (
+        "fastbert/reference/mlm_distillation.py",
+        ".masked_fill_(of_teacher == 0, 0)",
+        "",
+        "tests/ops/test_mlm_distillation.py",
+    ),
+    "teacher's dropout left on": (
+        "fastbert/train/distillation.py",
+        "return model.float().eval().requires_grad_(False)",
+        "return model.float().train().requires_grad_(False)",
+        "tests/train/test_distillation.py",
+    ),
+    "cosine over idle rows": (
+        "fastbert/models/distillation.py",
+        "torch.where(real, apart, 0).sum() / real.sum()",
+        "apart.mean()",
+        "tests/models/test_distillation.py",
+    ),
+    "token types lost in a DistilBERT": (
+        "fastbert/train/distilbert.py",
+        "weights[positions] = weights[positions] + types[0]",
+        "weights[positions] = weights[positions] + 0 * types[0]",
+        "tests/train/test_distillation.py",
+    ),
     "second order in silence": (
         "fastbert/dispatch.py",
         "if torch.is_grad_enabled() and not torch.compiler.is_compiling():\n        raise",
@@ -462,6 +492,18 @@ FAULTS = {
         "for (int64_t group = 1; group < groups; ++group)",
         "for (int64_t group = 2; group < groups; ++group)",
         "tests/ops/test_mlm_cross_entropy.py",
+    ),
+    "C++: teacher left out of the gradient": (
+        "csrc/cpu/distillation_kernel.h",
+        "fma(q - p, constant<V>(factor), hard)",
+        "fma(q, constant<V>(factor), hard)",
+        "tests/ops/test_mlm_distillation.py",
+    ),
+    "C++: strips of the teacher beside the student's peak": (
+        "csrc/cpu/mlm_distillation.cpp",
+        "const float after = beside(next.teacher_peak, teacher_peak, cold);",
+        "const float after = beside(next.peak, peak, cold);",
+        "tests/ops/test_mlm_distillation.py",
     ),
     "C++: one part of a column sum forgotten": (
         "csrc/cpu/parallel.h",
@@ -606,6 +648,18 @@ FAULTS = {
         "(column + i == label ? of_label : 0.0f)",
         "0.0f",
         "tests/ops/test_mlm_cross_entropy.py",
+    ),
+    "CUDA: the teacher's sums are not moved to a new peak": (
+        "csrc/cuda/mlm_distillation.cu",
+        "  s.apart *= teacher_scale;\n",
+        "",
+        "tests/ops/test_mlm_distillation.py",
+    ),
+    "CUDA: teacher left out of the gradient": (
+        "csrc/cuda/mlm_distillation.cu",
+        " - expf(t[i] * cold - teacher_lse);",
+        ";",
+        "tests/ops/test_mlm_distillation.py",
     ),
     "CUDA: forward of attention does not wait for its first tile": (
         "csrc/cuda/attention_fwd.cuh",

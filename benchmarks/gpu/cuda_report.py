@@ -31,10 +31,10 @@ REPEATED = re.compile(r"_(fp16|fp32)$")
 ALL_TARGETS = kernel_report.CUDA_TARGETS
 LEAST_WARPS = 8
 # Their rows begin on 16-byte boundaries whatever their template arguments.
-ALWAYS_WIDE = ("cross_entropy",)
+ALWAYS_WIDE = ("cross_entropy", "distillation")
 # They read nothing but the state of the stream; a row's results are two numbers.
 NO_WIDE_LOADS = ("row_keep_mask_kernel", "score_keep_mask_kernel")
-NO_WIDE_STORES = ("cross_entropy_fwd_kernel",)
+NO_WIDE_STORES = ("cross_entropy_fwd_kernel", "distillation_fwd_kernel")
 
 
 def compile_file(source: Path, target: int) -> list[dict]:

@@ -27,7 +27,6 @@ from fastbert.train.distilbert import as_distilbert
 from fastbert.train.distillation import Distillation, chosen_layers, distill
 from fastbert.train.exporting import export
 
-
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "distillation.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -148,6 +147,7 @@ def test_teacher_stays_as_it_was(settings, teacher):
     """No weight of it moves, and none is in the checkpoints."""
     run = Distillation(_config(settings))
     taught = run.model.teaching.teacher
+    assert not any(module.training for module in taught.modules())
     before = copy.deepcopy(taught.state_dict())
     run.run()
     for name, value in taught.state_dict().items():

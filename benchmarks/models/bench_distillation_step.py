@@ -1,0 +1,116 @@
+"""A distillation step, 12 to 6 layers, dropout 0.1, fp32 and bf16 autocast: fastbert against
+transformers' sdpa and torch's losses on the logits of the predicted tokens."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+import fastbert
+from fastbert.models.distillation import Teaching, spaced_layers, student_of
+from fastbert.padding import pack
+from fastbert.testing.counters import assert_ran
+from fastbert.testing.models import assert_packed
+
+from ..harness import interleaved, speedup
+from ..shapes import BASE, DENSE_8X128, RAGGED_32X128, SEED, TINY, describe
+from .twins import padded, with_labels
+
+BATCHES = {"dense-8x128": DENSE_8X128, "ragged-32x128": RAGGED_32X128}
+# A quarter of BERT-base's width and its vocabulary.
+SMALL = {**BASE, "hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768}
+TINY_SIZE = {**BASE, "hidden_size": 24, "num_hidden_layers": 2, "vocab_size": 99}
+
+
+def _models(settings: dict) -> dict:
+    """Teacher and student of both sides, with the same weights."""
+    torch.manual_seed(SEED)
+    teacher = fastbert.BertForMaskedLM(transformers.BertConfig(**settings)).eval()
+    teacher.requires_grad_(False)
+    num_layers = settings["num_hidden_layers"]
+    student = student_of(
+        Teaching(teacher),
+        spaced_layers(num_layers // 2, num_layers),
+        hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.1,
+    )
+    theirs = []
+    for model in (teacher, student):
+        config = copy.deepcopy(model.config)
+        config._attn_implementation = "sdpa"
+        theirs.append(transformers.BertForMaskedLM(config))
+        theirs[-1].load_state_dict(model.state_dict())
+    return {"fastbert": student, "transformers": (theirs[0].eval(), theirs[1].train())}
+
+
+def _plain_loss(models, batch: dict) -> torch.Tensor:
+    """The three losses by torch's functions, with the published weights."""
+    teacher, student = models
+    inputs = {k: batch[k] for k in ("input_ids", "attention_mask")}
+    chosen, real = batch["labels"] != -100, batch["attention_mask"] != 0
+    states = student.bert(**inputs).last_hidden_state
+    logits = student.cls(states[chosen]).float()
+    with torch.no_grad():
+        expected = teacher.bert(**inputs).last_hidden_state
+        targets = F.softmax(teacher.cls(expected[chosen]).float() / 2, -1)
+    soft = F.kl_div(F.log_softmax(logits / 2, -1), targets, reduction="batchmean") * 4
+    hard = F.cross_entropy(logits, batch["labels"][chosen])
+    cosine = F.cosine_similarity(states[real].float(), expected[real].float(), dim=-1)
+    return 5 * soft + 2 * hard + (1 - cosine).mean()
+
+
+def _packed(batch: dict) -> dict:
+    lengths = batch["attention_mask"].sum(1).tolist()
+    sequences = [
+        {name: batch[name][i, :n].tolist() for name in ("input_ids", "labels")}
+        for i, n in enumerate(lengths)
+    ]
+    num_labels = int((batch["labels"] != -100).sum())
+    return pack(
+        sequences, num_tokens=sum(lengths), num_sequences=len(lengths), num_labels=num_labels
+    )
+
+
+def _step(loss, parameters, autocast: bool):
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            value = loss()
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_distillation_step(benchmark, tiny, batch, dtype):
+    settings = TINY_SIZE if tiny else SMALL
+    chosen = TINY if tiny else BATCHES[batch]
+    models = _models(settings)
+    student, theirs = models["fastbert"], models["transformers"]
+    inputs = with_labels(padded(chosen, settings["vocab_size"]))
+    packed = _packed(inputs)
+    with torch.no_grad():
+        theirs[1].eval()
+        ours, plain = student.eval()(**packed).loss, _plain_loss(theirs, inputs)
+        theirs[1].train()
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    student.train()
+    steps = {
+        "fastbert": _step(lambda: student(**packed).loss, student.parameters(), dtype == "bf16"),
+        "transformers": _step(
+            lambda: _plain_loss(theirs, inputs), theirs[1].parameters(), dtype == "bf16"
+        ),
+    }
+    with assert_packed(), assert_ran("mlm_distillation_bwd", "cpu"):
+        samples = interleaved(steps, 1 if tiny else 5)
+    benchmark.extra_info["tokens"] = describe(chosen)
+    benchmark.extra_info["times_transformers"] = round(
+        speedup(samples, "fastbert", "transformers"), 2
+    )
+    benchmark.pedantic(steps["fastbert"], rounds=2)
