@@ -19,7 +19,7 @@ from fastbert.cli.main import app
 from fastbert.testing.compare import assert_bitwise_equal
 from fastbert.testing.counters import assert_ran
 from fastbert.testing.inputs import small_bert_config
-from fastbert.testing.killing import BATCHES, run_in_process
+from fastbert.testing.killing import BATCHES, run_in_process, run_in_processes
 from fastbert.testing.models import assert_packed, lively_
 from fastbert.testing.runs import learned, run_distillation, weights
 from fastbert.train.config import ConfigError, DistillConfig, StudentConfig, config_from
@@ -71,7 +71,7 @@ def test_from_teacher_to_transformers(settings, tmp_path):
     """The commands: a falling loss, and the logits of the run."""
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(settings))
-    with assert_packed(), assert_ran("mlm_distillation_bwd", "reference"):
+    with assert_packed(), assert_ran("mlm_distillation_bwd", "cpu"):
         told = CliRunner().invoke(app, ["distill", str(path), "--optimizer.lr", "1e-2"])
     assert told.exit_code == 0, told.output
     assert "finished after 12 steps" in told.output and "perplexity" in told.output
@@ -141,6 +141,22 @@ def test_killed_and_resumed(settings, tmp_path):
     assert run_in_process(run_distillation, settings) == 0
     assert learned(settings["output"]) == learned(whole["output"])
     assert weights(settings["output"]) == weights(whole["output"])
+
+
+@pytest.mark.slow
+def test_processes(settings, tmp_path):
+    """Weights whole or in parts in two processes: the same losses, in fp32 without dropout."""
+    settings["model"] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    settings["phases"] = [{**settings["phases"][0], "steps": 4}]
+    records = []
+    for mode in ("ddp", "fsdp"):
+        run = {**settings, "output": str(tmp_path / mode), "parallel": {"mode": mode}}
+        assert run_in_processes(run_distillation, run, size=2) == [0, 0]
+        records.append([r for r in learned(run["output"]) if r["loss"] is not None])
+    assert len(records[0]) == len(records[1]) == 4
+    for whole, parts in zip(*records, strict=True):
+        for name in ("loss", "grad_norm", "soft_loss", "mlm_loss", "cosine_loss"):
+            assert parts[name] == pytest.approx(whole[name], rel=1e-4), name
 
 
 def test_teacher_stays_as_it_was(settings, teacher):
