@@ -133,6 +133,7 @@ STANDARD = {
     "os",
     "pathlib",
     "tempfile",
+    "typing",
 }
 
 
