@@ -77,6 +77,16 @@ at::Tensor encoder_fwd_cpu(const at::Tensor&, at::TensorList, at::TensorList, at
                            at::TensorList, const at::Tensor&, int64_t, double, double,
                            std::string_view);
 bool samples_match(at::TensorList, at::TensorList);
+std::tuple<at::Tensor, at::Tensor> disentangled_attention_fwd_cpu(
+    const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+    const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&, int64_t, double, double,
+    int64_t, const std::optional<at::Tensor>&);
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
+disentangled_attention_bwd_cpu(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                               const at::Tensor&, const std::optional<at::Tensor>&,
+                               const std::optional<at::Tensor>&, const at::Tensor&,
+                               const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t,
+                               double, double, int64_t, const std::optional<at::Tensor>&);
 std::tuple<at::Tensor, at::Tensor> mlm_cross_entropy_fwd_cpu(const at::Tensor&, const at::Tensor&,
                                                              const std::optional<at::Tensor>&,
                                                              const at::Tensor&, int64_t, double,
@@ -117,6 +127,8 @@ TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
   m.impl("attention_bwd_cpu", &fastbert::attention_bwd_cpu);
   m.impl("attention_packed_qkv_bwd_cpu", &fastbert::attention_packed_qkv_bwd_cpu);
   m.impl("encoder_fwd_cpu", &fastbert::encoder_fwd_cpu);
+  m.impl("disentangled_attention_fwd_cpu", &fastbert::disentangled_attention_fwd_cpu);
+  m.impl("disentangled_attention_bwd_cpu", &fastbert::disentangled_attention_bwd_cpu);
   m.impl("mlm_cross_entropy_fwd_cpu", &fastbert::mlm_cross_entropy_fwd_cpu);
   m.impl("mlm_cross_entropy_bwd_cpu", &fastbert::mlm_cross_entropy_bwd_cpu);
   m.impl("mlm_distillation_fwd_cpu", &fastbert::mlm_distillation_fwd_cpu);

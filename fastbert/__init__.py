@@ -59,6 +59,17 @@ _EXPORTS = {
     **{f"Albert{name}": "fastbert.models.albert" for name in _MODEL_AND_TASKS},
     "AlbertForPreTraining": "fastbert.models.albert",
     **dict.fromkeys(
+        (
+            "DebertaV2Model",
+            "DebertaV2ForMaskedLM",
+            "DebertaV2ForSequenceClassification",
+            "DebertaV2ForTokenClassification",
+            "DebertaV2ForQuestionAnswering",
+            "DebertaV2ForMultipleChoice",
+        ),
+        "fastbert.models.deberta_v2",
+    ),
+    **dict.fromkeys(
         ("DataCollatorForLanguageModeling", "DataCollatorForWholeWordMask"),
         "fastbert.data.collators",
     ),

@@ -20,12 +20,15 @@ from fastbert.ops import linear as linear_op
 from fastbert.ops.add_layer_norm import add_layer_norm
 from fastbert.ops.attention import attention, attention_packed_qkv
 from fastbert.ops.linear_gelu import gelu_mlp, linear_gelu
+from fastbert.ops.philox import row_keep_mask
 from fastbert.ops.unpad import unpad
 from fastbert.padding import PackedBatch, QueryRows
 from fastbert.reference.philox import (
     PLACE_ATTENTION,
     PLACE_ATTENTION_OUTPUT,
     PLACE_FFN_OUTPUT,
+    dropout_scale,
+    dropout_threshold,
     layer_site,
 )
 
@@ -72,6 +75,8 @@ def encoder_layer(
     rng_state: torch.Tensor | None,
     cache: WeightCache | None,
     query: QueryRows | None = None,
+    *,
+    attend: Callable | None = None,
 ) -> torch.Tensor:
     """One layer: y = LN(x' + FFN(x')), x' = LN(x + Attention(x)).
 
@@ -82,13 +87,16 @@ def encoder_layer(
         rng_state: `(2,)` int64, needed where dropout is active.
         cache: the layer's packed weights.
         query: the R rows to compute, which attend to all; None: all T.
+        attend: what stands for the self-attention, of the same arguments: the heads' outputs, and
+            hidden_states for the residual connection.
 
     Returns:
         `(T, C)`, or `(R, C)`.
     """
     if cache is not None and torch.is_grad_enabled():
         cache.clear()
-    context, residual = _self_attention(spec, hidden_states, batch, rng_state, cache, query)
+    attend = attend or _self_attention
+    context, residual = attend(spec, hidden_states, batch, rng_state, cache, query)
     attended = add_norm(
         linear(spec.attention_output, context, cache, "attention_output"),
         residual,
@@ -112,7 +120,7 @@ def _self_attention(
     }
     plain = all(map(is_plain_linear, (spec.query, spec.key, spec.value)))
     if plain and batch.kv_indices is None and query is None:
-        qkv, hidden_states = _stacked_linear(
+        qkv, hidden_states = stacked_linear(
             (spec.query, spec.key, spec.value), hidden_states, cache, "qkv", return_input=True
         )
         out, _ = attention_packed_qkv(
@@ -126,7 +134,7 @@ def _self_attention(
         hidden_states, cu_seqlens_q = unpad(hidden_states, query.rows), query.cu_seqlens
     q = linear(spec.query, hidden_states, cache, "query")
     if plain:
-        k, v = _stacked_linear((spec.key, spec.value), rows, cache, "kv").chunk(2, dim=-1)
+        k, v = stacked_linear((spec.key, spec.value), rows, cache, "kv").chunk(2, dim=-1)
     else:
         k, v = spec.key(rows), spec.value(rows)
     heads = (spec.num_heads, spec.head_dim)
@@ -184,7 +192,7 @@ def linear(module: nn.Module, x: torch.Tensor, cache: WeightCache | None, key) -
     return linear_op.linear(x, module.weight, module.bias, packed=weight)
 
 
-def _stacked_linear(
+def stacked_linear(
     modules, x: torch.Tensor, cache: WeightCache | None, key, *, return_input: bool = False
 ):
     """The outputs of several Linears of one input side by side, by one matmul; and x where the op
@@ -231,6 +239,17 @@ def add_norm(
         x = dropout(x)
     total = x if residual is None else x + residual
     return (norm(total), total) if return_sum else norm(total)
+
+
+def dropout_rows(module: nn.Module, x: torch.Tensor, site: int, rng_state) -> torch.Tensor:
+    """`module(x)` of rows of features, from the dropout stream where the module is plain."""
+    if not is_plain_dropout(module):
+        return module(x)
+    p = dropout_p(module)
+    if p == 0:
+        return x
+    keep = row_keep_mask(rng_state, *x.shape, dropout_p=p, site=site)
+    return torch.where(keep, x * dropout_scale(dropout_threshold(p)), 0)
 
 
 # --- what may be fused ----------------------------------------------------------------------------

@@ -15,15 +15,13 @@ from torch import nn
 from fastbert.cache import WeightCache
 from fastbert.encoder import (
     add_norm,
-    dropout_p,
-    is_plain_dropout,
+    dropout_rows,
     is_plain_linear,
     is_unhooked,
     linear,
 )
 from fastbert.ops.attention import attention, attention_packed_qkv
 from fastbert.ops.geglu import geglu
-from fastbert.ops.philox import row_keep_mask
 from fastbert.ops.rotary import rotary
 from fastbert.ops.unpad import unpad
 from fastbert.padding import PackedBatch
@@ -31,8 +29,6 @@ from fastbert.reference.philox import (
     PLACE_ATTENTION,
     PLACE_ATTENTION_OUTPUT,
     PLACE_FFN_INNER,
-    dropout_scale,
-    dropout_threshold,
     layer_site,
 )
 
@@ -162,18 +158,7 @@ def _gated_feed_forward(spec, normed, rng_state, cache) -> torch.Tensor:
     else:
         turned, gate = halves.chunk(2, dim=-1)
         activated = spec.activation(turned) * gate
-    activated = _dropout(
+    activated = dropout_rows(
         spec.inner_dropout, activated, layer_site(spec.index, PLACE_FFN_INNER), rng_state
     )
     return linear(spec.output, activated, cache, "output")
-
-
-def _dropout(module: nn.Module, x: torch.Tensor, site: int, rng_state) -> torch.Tensor:
-    """`module(x)`, from the dropout stream where the module is plain."""
-    if not is_plain_dropout(module):
-        return module(x)
-    p = dropout_p(module)
-    if p == 0:
-        return x
-    keep = row_keep_mask(rng_state, *x.shape, dropout_p=p, site=site)
-    return torch.where(keep, x * dropout_scale(dropout_threshold(p)), 0)

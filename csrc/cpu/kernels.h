@@ -213,6 +213,29 @@ struct AttentionTask {
   int64_t first_block, last_block;
 };
 
+// The score of a query and a key is q·k + q·position_key + k·position_query, whose rows go by the
+// distance of the two. A table is spread out to a row a distance, in blocks of kBlock distances,
+// half_blocks to each side of 0: rising with the key's index for position_key, with the query's for
+// position_query. Distances beyond share the row at the end of their side.
+struct Positions {
+  Heads rows;      // (2 kBlock half_blocks, heads)
+  char* panels;    // [heads][2 half_blocks][head_dim / 32] blocks; null without this term
+  char* by_depth;  // [heads][head_dim / 32][2 half_blocks] blocks, backward only
+};
+
+struct DisentangledAttention {
+  Attention content;
+  int64_t half_blocks;
+  Positions key, query;
+};
+
+// Gradients of the tables' rows, transposed: (head_dim rounded up to 32, row stride `ld`), added
+// to.
+struct PositionSums {
+  float *key, *query;
+  int64_t ld;
+};
+
 // --- masked-LM loss ---
 
 // What a row's logits over some columns come to: the largest, the exponentials' sum beside it, the
@@ -314,6 +337,15 @@ struct Kernels {
   int64_t (*attention_scratch)(const Attention&, const AttentionTask&, bool backward);
   void (*attention_fwd)(const Attention&, const AttentionTask&, char* scratch);
   void (*attention_bwd)(const Attention&, const AttentionTask&, char* scratch);
+
+  // Fills the blocks of a head's tables, by depth too for backward.
+  void (*pack_positions)(const DisentangledAttention&, int64_t head, bool backward);
+  int64_t (*disentangled_attention_scratch)(const DisentangledAttention&, const AttentionTask&,
+                                            bool backward);
+  void (*disentangled_attention_fwd)(const DisentangledAttention&, const AttentionTask&,
+                                     char* scratch);
+  void (*disentangled_attention_bwd)(const DisentangledAttention&, const AttentionTask&,
+                                     const PositionSums&, char* scratch);
 };
 
 // The table in force: the best this machine runs, or the one chosen by the op `cpu_isa`.

@@ -50,6 +50,7 @@ void add_to(const float* x, float* sum, int64_t n) {
 // clang-format off
 #include "cpu/gemm_kernel.h"
 #include "cpu/attention_kernel.h"
+#include "cpu/disentangled_attention_kernel.h"
 #include "cpu/cross_entropy_kernel.h"
 #include "cpu/distillation_kernel.h"
 // clang-format on
@@ -104,6 +105,10 @@ const Kernels kTable = {
     attention_scratch,
     attention_fwd,
     attention_bwd,
+    pack_positions,
+    disentangled_attention_scratch,
+    disentangled_attention_fwd,
+    disentangled_attention_bwd,
 };
 
 }  // namespace ISA

@@ -11,6 +11,7 @@ import torch
 
 from fastbert import dispatch
 from fastbert.ops.attention import DTYPES
+from fastbert.ops.kernel_inputs import dtype_reasons
 from fastbert.ops.philox import check_rng_state, score_keep_mask_op
 from fastbert.reference.disentangled_attention import (
     disentangled_attention_bwd_reference,
@@ -102,6 +103,10 @@ def _bwd_with_mask(
     )
 
 
+def _kernel_reasons(q, k, v, *args) -> list[str]:
+    return dtype_reasons(q=q, k=k, v=v)
+
+
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? position_key, Tensor? position_query"
 _OPTIONS = (
     "Tensor buckets, Tensor cu_seqlens, SymInt max_seqlen, float softmax_scale, float dropout_p, "
@@ -113,6 +118,8 @@ disentangled_attention_fwd = dispatch.register_op(
     room="disentangled_attention",
     fake=_fwd_fake,
     reference=_fwd_with_mask,
+    cpu=True,
+    not_supported={"cpu": _kernel_reasons},
 )
 disentangled_attention_bwd = dispatch.register_op(
     "disentangled_attention_bwd",
@@ -121,6 +128,8 @@ disentangled_attention_bwd = dispatch.register_op(
     room="disentangled_attention",
     fake=_bwd_fake,
     reference=_bwd_with_mask,
+    cpu=True,
+    not_supported={"cpu": _kernel_reasons},
 )
 
 

@@ -115,3 +115,26 @@ def small_modernbert_config(**overrides) -> transformers.ModernBertConfig:
         "local_attention": 8,
     }
     return small_config("ModernBert", **{**settings, **overrides})
+
+
+def small_deberta_v2_config(**overrides) -> transformers.DebertaV2Config:
+    """A DeBERTa-v3 of 3 layers, 48 features, 4 heads, 99 tokens, 4 buckets to each side for up to
+    9 distances; token types, which v3 has not; anything overridable."""
+    settings = {
+        "hidden_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "vocab_size": 99,
+        "max_position_embeddings": 64,
+        "type_vocab_size": 2,
+        "relative_attention": True,
+        "position_buckets": 4,
+        "max_relative_positions": 9,
+        "pos_att_type": ["p2c", "c2p"],
+        "share_att_key": True,
+        "norm_rel_ebd": "layer_norm",
+        "position_biased_input": False,
+        "num_labels": 3,
+    }
+    return transformers.DebertaV2Config(**{**settings, **overrides})

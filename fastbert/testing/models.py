@@ -34,6 +34,14 @@ def family_of(name: str) -> str:
     """The key of FAMILIES for the class `name`."""
     return next(f for f in FAMILIES if name.removeprefix(f) in ("Model", *FAMILIES[f]))
 
+DEBERTA_V2_HEADS = (
+    "DebertaV2ForMaskedLM",
+    "DebertaV2ForSequenceClassification",
+    "DebertaV2ForTokenClassification",
+    "DebertaV2ForQuestionAnswering",
+    "DebertaV2ForMultipleChoice",
+)
+
 
 def lively_(model: torch.nn.Module, seed: int) -> None:
     """Moves biases and LayerNorm weights off 0 and 1, where a fault in them would not show."""

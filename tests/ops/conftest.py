@@ -15,6 +15,7 @@ from fastbert.dispatch import BACKENDS, OPS, not_supported_reasons, use_backend
 
 MATMUL_OPS = (
     "attention",
+    "disentangled_attention",
     "encoder",
     "linear",
     "linear_gelu",

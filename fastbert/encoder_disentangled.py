@@ -1,0 +1,119 @@
+"""The fused encoder layer with disentangled attention (He et al. 2020, "DeBERTa", section 3.1): the
+post-norm layer of fastbert/encoder.py, whose scores have terms of relative positions.
+
+Letters: T packed rows, N heads, D head dim, C hidden, R rows of relative positions.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fastbert.cache import WeightCache
+from fastbert.encoder import (
+    EncoderLayerSpec,
+    dropout_p,
+    dropout_rows,
+    encoder_layer,
+    is_plain_linear,
+    linear,
+    stacked_linear,
+)
+from fastbert.ops.disentangled_attention import disentangled_attention
+from fastbert.padding import PackedBatch
+from fastbert.reference.philox import PLACE_ATTENTION, PLACE_POSITIONS, layer_site
+
+
+@dataclass(slots=True, eq=False)
+class DisentangledLayerSpec(EncoderLayerSpec):
+    """One layer of DeBERTa: an `EncoderLayerSpec`, and
+
+    Attributes:
+        position_key, position_query: C to C projections of the relative positions' embeddings
+            (which may be `key` and `query` themselves); None without that term.
+        position_dropout: dropout module before them.
+        position_buckets, max_relative_positions: as `disentangled_attention` takes them.
+    """
+
+    position_key: nn.Module | None
+    position_query: nn.Module | None
+    position_dropout: nn.Module | None
+    position_buckets: int
+    max_relative_positions: int
+
+
+def disentangled_layer(
+    spec: DisentangledLayerSpec,
+    hidden_states: torch.Tensor,
+    positions: torch.Tensor | None,
+    batch: PackedBatch,
+    rng_state: torch.Tensor | None,
+    cache: WeightCache | None,
+) -> torch.Tensor:
+    """One layer, as `encoder_layer`, whose attention reads relative positions.
+
+    Args:
+        spec: the layer.
+        hidden_states: `(T, C)` packed rows, all of them real.
+        positions: `(R, C)` embeddings of relative positions; None where neither term is.
+        batch: where the rows come from; those of a sequence are neighbours in the padded batch.
+        rng_state: `(2,)` int64, needed where dropout is active.
+        cache: the layer's packed weights.
+
+    Returns:
+        `(T, C)`.
+    """
+    attend = functools.partial(_self_attention, positions)
+    return encoder_layer(spec, hidden_states, batch, rng_state, cache, attend=attend)
+
+
+def _self_attention(
+    positions, spec, hidden_states, batch, rng_state, cache, query
+) -> tuple[torch.Tensor, torch.Tensor]:
+    heads = (spec.num_heads, spec.head_dim)
+    projections = (spec.query, spec.key, spec.value)
+    if all(map(is_plain_linear, projections)):
+        qkv, hidden_states = stacked_linear(
+            projections, hidden_states, cache, "qkv", return_input=True
+        )
+        q, k, v = qkv.unflatten(-1, (3, *heads)).unbind(1)
+    else:
+        q, k, v = (p(hidden_states).unflatten(-1, heads) for p in projections)
+    position_key, position_query = _position_tables(positions, spec, rng_state, cache, q.dtype)
+    out, _ = disentangled_attention(
+        q,
+        k,
+        v,
+        position_key,
+        position_query,
+        batch.cu_seqlens_q,
+        max_seqlen=batch.max_seqlen,
+        position_buckets=spec.position_buckets,
+        max_relative_positions=spec.max_relative_positions,
+        softmax_scale=spec.softmax_scale,
+        dropout_p=spec.attention_dropout_p,
+        site=layer_site(spec.index, PLACE_ATTENTION),
+        rng_state=rng_state if spec.attention_dropout_p > 0 else None,
+    )
+    return out.flatten(1), hidden_states
+
+
+def _position_tables(positions, spec, rng_state, cache, dtype) -> list[torch.Tensor | None]:
+    """Keys and queries `(R, N, D)` of the relative positions, None where there is no such term."""
+    projections = (spec.position_key, spec.position_query)
+    if projections == (None, None):
+        return [None, None]
+    if dropout_p(spec.position_dropout) > 0:
+        site = layer_site(spec.index, PLACE_POSITIONS)
+        positions = dropout_rows(spec.position_dropout, positions, site, rng_state)
+    heads = (spec.num_heads, spec.head_dim)
+    if None not in projections and all(map(is_plain_linear, projections)):
+        both = stacked_linear(projections, positions, cache, "positions").to(dtype)
+        return list(both.unflatten(-1, (2, *heads)).unbind(1))
+    return [
+        None
+        if projection is None
+        else linear(projection, positions, cache, key).to(dtype).unflatten(-1, heads)
+        for key, projection in zip(("position_key", "position_query"), projections, strict=True)
+    ]

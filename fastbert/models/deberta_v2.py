@@ -1,0 +1,513 @@
+"""DeBERTa-v2 and -v3 (He et al. 2020, 2021) on the fused encoder: transformers' classes, their
+forward replaced.
+
+Letters: B batch, S padded length, T packed rows, C hidden, V vocab, P labelled rows, R rows of
+relative positions.
+
+What runs transformers' own forward instead stands in fastbert/models/packed_model.py; beside that,
+a batch in which a head reads padding (a query of padding attends to everything here, padding
+included) and one whose packed rows are no neighbours in the padded batch (a mask with holes):
+distances count padded positions.
+"""
+
+import threading
+from typing import NamedTuple
+
+import torch
+import transformers
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.deberta_v2 import modeling_deberta_v2 as modeling
+
+from fastbert import dispatch
+from fastbert.cache import CachesWeights, kept
+from fastbert.encoder import (
+    add_norm,
+    dropout_p,
+    is_ordinary,
+    is_plain_dropout,
+    is_plain_linear,
+    is_plain_norm,
+    is_unhooked,
+)
+from fastbert.encoder_disentangled import DisentangledLayerSpec, disentangled_layer
+from fastbert.models.accelerate import register_conversions
+from fastbert.models.heads import (
+    MaskedLMHead,
+    QuestionAnsweringHead,
+    TaskHead,
+    TokenClassificationHead,
+)
+from fastbert.models.inputs import check_ids, check_tensors
+from fastbert.models.packed import (
+    PACKED_KEYWORDS,
+    gelu_form,
+    is_plain_table,
+    one_row,
+    packed_by_caller,
+)
+from fastbert.models.packed_model import PackedModel, tokens_of
+from fastbert.models.signature import transformers_signature
+from fastbert.ops.embed_layer_norm import embed_layer_norm
+from fastbert.ops.linear_gelu import linear_gelu
+from fastbert.ops.philox import draw_rng_state
+from fastbert.padding import PackedBatch, pack_batch, restarting_positions, rows_are_neighbours
+from fastbert.reference.philox import SITE_EMBEDDING
+
+# --- layer ----------------------------------------------------------------------------------------
+
+
+class DebertaV2Layer(CachesWeights, modeling.DebertaV2Layer):
+    """transformers' layer, which given a `packed` batch runs fused on packed rows."""
+
+    def forward(self, hidden_states, *args, packed=None, index=0, rng_state=None, **kwargs):
+        if packed is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        (positions,) = args
+        spec = self.spec(index)
+        cache = self.weight_cache
+        return disentangled_layer(spec, hidden_states, positions, packed, rng_state, cache)
+
+    def spec(self, index: int) -> DisentangledLayerSpec:
+        """The layer's modules in the encoder's terms, at place `index` of the encoder."""
+        attention, output = self.attention.self, self.attention.output
+        kinds = attention.pos_att_type
+        relative = attention.relative_attention
+        shared = attention.share_att_key
+        position_key = position_query = None
+        if relative and "c2p" in kinds:
+            position_key = attention.key_proj if shared else attention.pos_key_proj
+        if relative and "p2c" in kinds:
+            position_query = attention.query_proj if shared else attention.pos_query_proj
+        activation = self.intermediate.intermediate_act_fn
+        # The terms of a score, which add up their variances.
+        terms = 1 + ("c2p" in kinds) + ("p2c" in kinds)
+        return DisentangledLayerSpec(
+            index=index,
+            query=attention.query_proj,
+            key=attention.key_proj,
+            value=attention.value_proj,
+            attention_output=output.dense,
+            attention_output_dropout=output.dropout,
+            attention_norm=output.LayerNorm,
+            intermediate=self.intermediate.dense,
+            activation=activation,
+            approximate=gelu_form(activation),
+            output=self.output.dense,
+            output_dropout=self.output.dropout,
+            output_norm=self.output.LayerNorm,
+            num_heads=attention.num_attention_heads,
+            head_dim=attention.attention_head_size,
+            softmax_scale=(attention.attention_head_size * terms) ** -0.5,
+            attention_dropout_p=dropout_p(attention.dropout),
+            position_key=position_key,
+            position_query=position_query,
+            position_dropout=attention.pos_dropout if relative else None,
+            position_buckets=attention.position_buckets if relative else -1,
+            max_relative_positions=attention.max_relative_positions if relative else 1,
+        )
+
+    def dropout_active(self) -> bool:
+        """Whether this layer reads the rng_state; each dropout goes by its own training flag."""
+        attention = self.attention.self
+        modules = [attention.dropout, self.attention.output.dropout, self.output.dropout]
+        if attention.relative_attention:
+            modules.append(attention.pos_dropout)
+        return any(dropout_p(module) > 0 for module in modules)
+
+    def why_not_packed(self) -> str | None:
+        """What about this layer keeps it from packed rows."""
+        expected = (
+            (self.attention, modeling.DebertaV2Attention),
+            (self.attention.self, modeling.DisentangledSelfAttention),
+            (self.attention.output, modeling.DebertaV2SelfOutput),
+            (self.intermediate, modeling.DebertaV2Intermediate),
+            (self.output, modeling.DebertaV2Output),
+        )
+        for module, kind in expected:
+            if type(module) is not kind:
+                return f"a layer holds a {type(module).__name__} in place of {kind.__name__}"
+            if not is_unhooked(module):
+                return f"{kind.__name__} has hooks"
+        attention = self.attention.self
+        if type(attention.dropout) is not nn.Dropout or not is_unhooked(attention.dropout):
+            return "the dropout of the attention probabilities was replaced or has hooks"
+        if attention.relative_attention and attention.position_buckets > 0:
+            buckets, reach = attention.position_buckets, attention.max_relative_positions
+            if buckets == 1 or reach < buckets // 2 + 2:
+                return f"{buckets} position buckets do not fit {reach} relative positions"
+        return None
+
+
+# --- model ----------------------------------------------------------------------------------------
+
+# transformers' heads of this family hand nothing on but what their signature names.
+_beside_signature = threading.local()
+_HANDED_ON = PACKED_KEYWORDS - {
+    "output_hidden_states",
+    "output_attentions",
+    "return_dict",
+    "num_items_in_batch",
+}
+
+
+class DebertaV2Model(PackedModel, transformers.DebertaV2Model):
+    """Drop-in replacement of `transformers.DebertaV2Model` that computes real tokens only.
+
+    Takes what transformers' class takes and returns the same numbers; `last_hidden_state` and
+    `hidden_states` are 0 at padding. Further keyword arguments and errors as `fastbert.BertModel`
+    has them, but for `pooled_rows` and `last_layer_rows`.
+
+    Raises:
+        NotImplementedError: `cu_seq_lens_q` where transformers' own forward would have to run: it
+            knows no packed input.
+    """
+
+    logged_as = "DebertaV2Model"
+    counted_as = "deberta_v2_model"
+    layer_type = DebertaV2Layer
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        token_type_ids=None,
+        position_ids=None,
+        inputs_embeds=None,
+        **kwargs,
+    ):
+        kwargs = {**getattr(_beside_signature, "keywords", {}), **kwargs}
+        inputs = {
+            "input_ids": input_ids,
+            "token_type_ids": token_type_ids,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+        }
+        check_tensors(**inputs, cu_seq_lens_q=kwargs.get("cu_seq_lens_q"))
+        reason = self.why_not_packed(attention_mask, kwargs)
+        if reason is not None:
+            return self.forward_padded(reason, inputs, attention_mask, kwargs)
+        return self._forward_packed(inputs, attention_mask, **kwargs)
+
+    def packed_layers(self):
+        return self.encoder.layer
+
+    def why_container_not_packed(self):
+        encoder = self.encoder
+        if type(encoder) is not modeling.DebertaV2Encoder or not is_unhooked(encoder):
+            return "the encoder was replaced or has hooks"
+        if encoder.conv is not None and type(encoder.conv) is not modeling.ConvLayer:
+            return f"the convolution is a {type(encoder.conv).__name__}"
+        if self.z_steps > 1:
+            return "the last layer runs more than once (z_steps)"
+        return None
+
+    def forward_padded(self, reason, inputs, mask, kwargs):
+        if kwargs.get("cu_seq_lens_q") is not None:
+            raise NotImplementedError(
+                f"{type(self).__name__}: packed input (cu_seq_lens_q) needs the packed forward, "
+                f"but {reason}; pass a padded batch with its attention_mask"
+            )
+        if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool:
+            # An additive mask, which other families take, would be read as its opposite.
+            mask = mask.int()
+        return super().forward_padded(reason, inputs, mask, kwargs)
+
+    # --- packed path
+
+    def _forward_packed(
+        self,
+        inputs,
+        attention_mask,
+        *,
+        return_dict=None,
+        output_hidden_states=None,
+        rng_state=None,
+        required_rows=None,
+        keep_rows=False,
+        cu_seq_lens_q=None,
+        cu_seq_lens_k=None,
+        max_length_q=None,
+        max_length_k=None,
+        **others,
+    ):
+        tokens = tokens_of(inputs["input_ids"], inputs["inputs_embeds"])
+        size = tokens.shape[:2]
+        output_hidden_states = self.records_hidden_states(output_hidden_states)
+        if cu_seq_lens_q is not None:
+            batch = packed_by_caller(
+                attention_mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, size
+            )
+            if inputs["position_ids"] is None:
+                positions = restarting_positions(batch.cu_seqlens_q, batch.num_rows)
+                inputs = {**inputs, "position_ids": positions}
+        else:
+            batch = pack_batch(attention_mask, *size, tokens.device, required_rows=required_rows)
+        reason = self._why_batch_not_packed(batch, cu_seq_lens_q)
+        if reason is not None:
+            kwargs = {"output_hidden_states": output_hidden_states, "return_dict": return_dict}
+            kwargs = {**others, **kwargs, "cu_seq_lens_q": cu_seq_lens_q}
+            return self.forward_padded(reason, inputs, attention_mask, kwargs)
+        if rng_state is None and self._dropout_active():
+            rng_state = draw_rng_state(tokens)
+        dispatch.count(self.counted_as, "packed")
+        outputs = self._packed_rows(batch, inputs, rng_state, output_hidden_states)
+        if not keep_rows:
+            del outputs.__dict__["packed"]
+        return self.finished(outputs, batch, return_dict)
+
+    def _why_batch_not_packed(self, batch: PackedBatch, cu_seq_lens_q) -> str | None:
+        if batch.kv_indices is not None:
+            return "a head reads padding"
+        if self.encoder.conv is not None and cu_seq_lens_q is not None:
+            return "the convolution would join the texts of packed input"
+        if cu_seq_lens_q is not None or batch.indices is None:
+            return None
+        if dispatch.is_symbolic(batch.indices) or not rows_are_neighbours(batch):
+            return "distances count padded positions, and the packed rows are no neighbours"
+        return None
+
+    def _packed_rows(self, batch, inputs, rng_state, output_hidden_states) -> BaseModelOutput:
+        rows = embedded = self._embed(batch, rng_state, **inputs)
+        states = [rows]
+        positions = self._relative_positions()
+        for index, layer in enumerate(self.encoder.layer):
+            rows = layer(rows, positions, packed=batch, index=index, rng_state=rng_state)
+            if index == 0 and self.encoder.conv is not None:
+                rows = self._convolved(batch, embedded, rows)
+            states.append(rows)
+        outputs = BaseModelOutput(
+            last_hidden_state=batch.pad(rows),
+            hidden_states=tuple(states) if output_hidden_states else None,
+        )
+        outputs.__dict__["packed"] = (batch, rows)
+        return outputs
+
+    def _relative_positions(self) -> torch.Tensor | None:
+        """`(R, C)` embeddings of relative positions, normalised where the model does that."""
+        encoder = self.encoder
+        if not encoder.relative_attention:
+            return None
+        # Kept, so that what the layers keep of their projections has a source that stays.
+        sources = [encoder.rel_embeddings.weight]
+        if "layer_norm" in encoder.norm_rel_ebd:
+            sources += encoder.LayerNorm.parameters()
+        if torch.is_grad_enabled():
+            self.weight_cache.clear()
+        found = kept(self.weight_cache, "positions", sources, encoder.get_rel_embedding)
+        return encoder.get_rel_embedding() if found is None else found
+
+    def _convolved(self, batch, embedded, rows) -> torch.Tensor:
+        """transformers' convolution over the padded texts."""
+        real = batch.pad(rows.new_ones(batch.num_rows, dtype=torch.int64))
+        convolved = self.encoder.conv(batch.pad(embedded), batch.pad(rows), real)
+        return batch.unpad(convolved)
+
+    def _embed(
+        self, batch, rng_state, *, input_ids, token_type_ids, position_ids, inputs_embeds
+    ) -> torch.Tensor:
+        """`(T, C)` embeddings of the packed rows."""
+        embeddings = self.embeddings
+        words = embeddings.word_embeddings
+        places = embeddings.position_embeddings
+        kinds = embeddings.token_type_embeddings
+        if position_ids is None:
+            position_ids = torch.arange(batch.seqlen, device=batch.cu_seqlens_q.device)
+        position_ids = one_row("position_ids", position_ids, batch)
+        if token_type_ids is None:
+            token_type_ids = torch.zeros_like(position_ids)
+        token_type_ids = one_row("token_type_ids", token_type_ids, batch)
+        if places is not None:
+            check_ids("position_ids", position_ids, places.num_embeddings, batch)
+        if kinds is not None:
+            check_ids("token_type_ids", token_type_ids, kinds.num_embeddings, batch)
+        if input_ids is not None:
+            num_words = getattr(words, "num_embeddings", self.config.vocab_size)
+            check_ids("input_ids", input_ids, num_words, batch)
+            input_ids = batch.unpad(input_ids)
+        else:
+            inputs_embeds = batch.unpad(inputs_embeds)
+        position_ids, token_type_ids = batch.unpad(position_ids), batch.unpad(token_type_ids)
+        if not _is_plain_embedding(embeddings):
+            return embeddings(
+                input_ids=None if input_ids is None else input_ids[None],
+                token_type_ids=token_type_ids[None],
+                position_ids=position_ids[None],
+                inputs_embeds=None if inputs_embeds is None else inputs_embeds[None],
+            )[0]
+        if inputs_embeds is None and not is_plain_table(words):
+            # Adapters and transformers' input hook for checkpointing sit here.
+            inputs_embeds, input_ids = words(input_ids), None
+        values = words.weight if inputs_embeds is None else inputs_embeds
+        # A row of zeros stands for a table the model has not; two of them, since Dynamo takes no
+        # tensor twice.
+        no_kind, no_place = values.new_zeros(2, 1, values.shape[-1])
+        p = dropout_p(embeddings.dropout)
+        return embed_layer_norm(
+            input_ids,
+            torch.zeros_like(token_type_ids) if kinds is None else token_type_ids,
+            torch.zeros_like(position_ids) if places is None else position_ids,
+            None if input_ids is None else words.weight,
+            no_kind if kinds is None else kinds.weight,
+            no_place if places is None else places.weight,
+            embeddings.LayerNorm.weight,
+            embeddings.LayerNorm.bias,
+            eps=embeddings.LayerNorm.eps,
+            inputs_embeds=inputs_embeds,
+            padding_idx=getattr(words, "padding_idx", None),
+            dropout_p=p,
+            site=SITE_EMBEDDING,
+            rng_state=rng_state if p > 0 else None,
+        )
+
+    def _dropout_active(self) -> bool:
+        return dropout_p(self.embeddings.dropout) > 0 or any(
+            layer.dropout_active() for layer in self.encoder.layer
+        )
+
+
+def _is_plain_embedding(embeddings: nn.Module) -> bool:
+    """Whether everything but the word embeddings may be fused."""
+    tables = (embeddings.position_embeddings, embeddings.token_type_embeddings)
+    return (
+        type(embeddings) is modeling.DebertaV2Embeddings
+        and is_unhooked(embeddings)
+        and embeddings.embed_proj is None
+        and is_plain_norm(embeddings.LayerNorm)
+        and is_plain_dropout(embeddings.dropout)
+        and all(table is None or is_plain_table(table) for table in tables)
+    )
+
+
+# --- heads ----------------------------------------------------------------------------------------
+
+
+class _Decoder(NamedTuple):
+    """What the loss reads of a decoder, where it is no module of its own."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+    @property
+    def out_features(self) -> int:
+        return len(self.weight)
+
+
+class DebertaV2ForMaskedLM(MaskedLMHead, transformers.DebertaV2ForMaskedLM):
+    """Drop-in replacement of `transformers.DebertaV2ForMaskedLM`, both its heads
+    (`config.legacy`).
+
+    Loss, logits and further keyword arguments as `fastbert.BertForMaskedLM`.
+    """
+
+    def decoder_layer(self):
+        if self.legacy:
+            return self.cls.predictions.decoder
+        words = self.deberta.embeddings.word_embeddings
+        return _Decoder(words.weight, self.lm_predictions.lm_head.bias)
+
+    def scores_by_modules(self, hidden_states):
+        if self.legacy:
+            return self.cls(hidden_states)
+        return self.lm_predictions(hidden_states, self.deberta.embeddings.word_embeddings)
+
+    def is_plain_head(self):
+        if self.legacy:
+            predictions = self.cls.predictions
+            around = (self.cls, predictions, predictions.transform)
+            kinds = (
+                modeling.LegacyDebertaV2OnlyMLMHead,
+                modeling.LegacyDebertaV2LMPredictionHead,
+                modeling.LegacyDebertaV2PredictionHeadTransform,
+            )
+            decodes = is_plain_linear(predictions.decoder)
+        else:
+            around = (self.lm_predictions, self.lm_predictions.lm_head)
+            kinds = (modeling.DebertaV2OnlyMLMHead, modeling.DebertaV2LMPredictionHead)
+            decodes = is_plain_table(self.deberta.embeddings.word_embeddings)
+        transform = around[-1]
+        return (
+            tuple(map(type, around)) == kinds
+            and all(map(is_unhooked, around))
+            and decodes
+            and is_plain_linear(transform.dense)
+            and is_plain_norm(transform.LayerNorm)
+            and gelu_form(transform.transform_act_fn) is not None
+            and all(map(is_ordinary, self.head_parameters()))
+        )
+
+    def transform(self, rows):
+        head = self.cls.predictions.transform if self.legacy else self.lm_predictions.lm_head
+        approximate = gelu_form(head.transform_act_fn)
+        activated = linear_gelu(rows, head.dense.weight, head.dense.bias, approximate=approximate)
+        return add_norm(activated, None, None, head.LayerNorm, 0, None)
+
+    def head_parameters(self):
+        if self.legacy:
+            return self.cls.parameters()
+        words = self.deberta.embeddings.word_embeddings.weight
+        return (*self.lm_predictions.parameters(), words)
+
+
+class _HandsOn:
+    """Base of heads right before transformers' class: our keyword arguments reach the model."""
+
+    def forward(self, **inputs):
+        ours = {name: inputs.pop(name) for name in _HANDED_ON if name in inputs}
+        _beside_signature.keywords = ours
+        try:
+            return super().forward(**inputs)
+        finally:
+            _beside_signature.keywords = {}
+
+
+class _PooledHead(TaskHead):
+    """A head that reads position 0 of every text."""
+
+    def rows_read(self, inputs):
+        tokens = inputs.get("input_ids")
+        tokens = inputs.get("inputs_embeds") if tokens is None else tokens
+        if tokens is None or inputs.get("cu_seq_lens_q") is not None:
+            return None
+        embedded = inputs.get("input_ids") is None
+        shape = tokens.shape[:-1] if embedded else tokens.shape
+        first = torch.zeros(shape, dtype=torch.bool, device=tokens.device).flatten(0, -2)
+        first[:, :1] = True
+        return first
+
+
+class DebertaV2ForSequenceClassification(
+    _PooledHead, _HandsOn, transformers.DebertaV2ForSequenceClassification
+):
+    """Drop-in replacement of `transformers.DebertaV2ForSequenceClassification`."""
+
+
+class DebertaV2ForTokenClassification(
+    TokenClassificationHead, _HandsOn, transformers.DebertaV2ForTokenClassification
+):
+    """Drop-in replacement of `transformers.DebertaV2ForTokenClassification`."""
+
+
+class DebertaV2ForQuestionAnswering(
+    QuestionAnsweringHead, _HandsOn, transformers.DebertaV2ForQuestionAnswering
+):
+    """Drop-in replacement of `transformers.DebertaV2ForQuestionAnswering`.
+
+    Its softmax reads padding, so a batch with padding runs transformers' forward.
+    """
+
+
+class DebertaV2ForMultipleChoice(_PooledHead, _HandsOn, transformers.DebertaV2ForMultipleChoice):
+    """Drop-in replacement of `transformers.DebertaV2ForMultipleChoice`."""
+
+
+HEADS = (
+    DebertaV2ForMaskedLM,
+    DebertaV2ForSequenceClassification,
+    DebertaV2ForTokenClassification,
+    DebertaV2ForQuestionAnswering,
+    DebertaV2ForMultipleChoice,
+)
+for _class in (DebertaV2Model, *HEADS):
+    _class.forward = transformers_signature(getattr(transformers, _class.__name__))(_class.forward)
+register_conversions(DebertaV2Layer, DebertaV2Model, *HEADS)
