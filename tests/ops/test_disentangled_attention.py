@@ -31,6 +31,11 @@ def rows_of(positions) -> int:
     return 2 * (buckets if buckets > 0 else reach)
 
 
+def model_scale(q) -> float:
+    """The models' factor on the sum of three terms."""
+    return (3 * q.shape[-1]) ** -0.5
+
+
 def plain(q, k, v, position_key, position_query, lengths, positions, scale, keep=None, p=0.0):
     """Dense attention of each sequence; idle rows are 0."""
     buckets, reach = positions
@@ -68,7 +73,7 @@ def inputs(lengths, heads, dim, positions=LOG, idle=0):
     }
 
 
-def both(lengths, positions=LOG, scale=0.15, without=(), **options):
+def both(lengths, positions=LOG, scale=None, without=(), **options):
     """The op and plain attention as functions of q, k, v and the position tables."""
     buckets, reach = positions
 
@@ -86,7 +91,7 @@ def both(lengths, positions=LOG, scale=0.15, without=(), **options):
             max_seqlen=max(lengths, default=0),
             position_buckets=buckets,
             max_relative_positions=reach,
-            softmax_scale=scale,
+            softmax_scale=scale or model_scale(q),
             **options,
         )
 
@@ -102,7 +107,8 @@ def both(lengths, positions=LOG, scale=0.15, without=(), **options):
         # The stream's probability is a multiple of 2^-16.
         in_force = math.floor(p * 65536 + 0.5) / 65536
         terms = tables(position_key, position_query)
-        return plain(q, k, v, *terms, lengths, positions, scale, keep, in_force)
+        factor = scale or model_scale(q)
+        return plain(q, k, v, *terms, lengths, positions, factor, keep, in_force)
 
     return op, reference
 
