@@ -10,7 +10,7 @@ import itertools
 import torch
 
 from fastbert import dispatch
-from fastbert.ops.attention import DTYPES
+from fastbert.ops.attention import DTYPES, MAX_HEAD_DIM
 from fastbert.ops.kernel_inputs import dtype_reasons
 from fastbert.ops.philox import check_rng_state, score_keep_mask_op
 from fastbert.reference.disentangled_attention import (
@@ -107,6 +107,14 @@ def _kernel_reasons(q, k, v, *args) -> list[str]:
     return dtype_reasons(q=q, k=k, v=v)
 
 
+def _gpu_reasons(q, k, *args) -> list[str]:
+    reasons = dtype_reasons(q=q)
+    # Of either direction's first two arguments the second has heads.
+    if not 0 < k.shape[-1] <= MAX_HEAD_DIM:
+        reasons.append(f"the head dim is {k.shape[-1]}, the kernel takes 1 to {MAX_HEAD_DIM}")
+    return reasons
+
+
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? position_key, Tensor? position_query"
 _OPTIONS = (
     "Tensor buckets, Tensor cu_seqlens, SymInt max_seqlen, float softmax_scale, float dropout_p, "
@@ -118,8 +126,9 @@ disentangled_attention_fwd = dispatch.register_op(
     room="disentangled_attention",
     fake=_fwd_fake,
     reference=_fwd_with_mask,
+    triton="fastbert.kernels.disentangled_attention:disentangled_attention_fwd",
     cpu=True,
-    not_supported={"cpu": _kernel_reasons},
+    not_supported={"cpu": _kernel_reasons, "triton": _gpu_reasons},
 )
 disentangled_attention_bwd = dispatch.register_op(
     "disentangled_attention_bwd",
@@ -128,8 +137,9 @@ disentangled_attention_bwd = dispatch.register_op(
     room="disentangled_attention",
     fake=_bwd_fake,
     reference=_bwd_with_mask,
+    triton="fastbert.kernels.disentangled_attention:disentangled_attention_bwd",
     cpu=True,
-    not_supported={"cpu": _kernel_reasons},
+    not_supported={"cpu": _kernel_reasons, "triton": _gpu_reasons},
 )
 
 
