@@ -60,6 +60,16 @@ _EXPORTS = {
     "AlbertForPreTraining": "fastbert.models.albert",
     **dict.fromkeys(
         (
+            "DebertaModel",
+            "DebertaForMaskedLM",
+            "DebertaForSequenceClassification",
+            "DebertaForTokenClassification",
+            "DebertaForQuestionAnswering",
+        ),
+        "fastbert.models.deberta",
+    ),
+    **dict.fromkeys(
+        (
             "DebertaV2Model",
             "DebertaV2ForMaskedLM",
             "DebertaV2ForSequenceClassification",

@@ -287,10 +287,14 @@ def is_plain_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear and is_ordinary(module.weight) and is_unhooked(module)
 
 
+PLAIN_NORMS: set[type] = {nn.LayerNorm}
+"""torch's LayerNorm, and what families add that computes and names the same."""
+
+
 def is_plain_norm(module: nn.Module) -> bool:
-    """Whether `module` is an unhooked nn.LayerNorm over the last dimension, with a weight."""
+    """Whether `module` is an unhooked LayerNorm over the last dimension, with a weight."""
     return (
-        type(module) is nn.LayerNorm
+        type(module) in PLAIN_NORMS
         and module.weight is not None
         and is_ordinary(module.weight)
         and len(module.normalized_shape) == 1

@@ -34,6 +34,8 @@ class DisentangledLayerSpec(EncoderLayerSpec):
             (which may be `key` and `query` themselves); None without that term.
         position_dropout: dropout module before them.
         position_buckets, max_relative_positions: as `disentangled_attention` takes them.
+        qkv: C to N·3·D in place of `query`, `key` and `value`, which are None then: queries, keys
+            and values of a head side by side. query_bias, value_bias: `(C,)`, added to them.
     """
 
     position_key: nn.Module | None
@@ -41,6 +43,9 @@ class DisentangledLayerSpec(EncoderLayerSpec):
     position_dropout: nn.Module | None
     position_buckets: int
     max_relative_positions: int
+    qkv: nn.Module | None = None
+    query_bias: torch.Tensor | None = None
+    value_bias: torch.Tensor | None = None
 
 
 def disentangled_layer(
@@ -71,15 +76,7 @@ def disentangled_layer(
 def _self_attention(
     positions, spec, hidden_states, batch, rng_state, cache, query
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    heads = (spec.num_heads, spec.head_dim)
-    projections = (spec.query, spec.key, spec.value)
-    if all(map(is_plain_linear, projections)):
-        qkv, hidden_states = stacked_linear(
-            projections, hidden_states, cache, "qkv", return_input=True
-        )
-        q, k, v = qkv.unflatten(-1, (3, *heads)).unbind(1)
-    else:
-        q, k, v = (p(hidden_states).unflatten(-1, heads) for p in projections)
+    (q, k, v), hidden_states = _projected(spec, hidden_states, cache)
     position_key, position_query = _position_tables(positions, spec, rng_state, cache, q.dtype)
     out, _ = disentangled_attention(
         q,
@@ -97,6 +94,25 @@ def _self_attention(
         rng_state=rng_state if spec.attention_dropout_p > 0 else None,
     )
     return out.flatten(1), hidden_states
+
+
+def _projected(spec, hidden_states, cache) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Queries, keys and values `(T, N, D)`, and hidden_states for the residual connection."""
+    heads = (spec.num_heads, spec.head_dim)
+    if spec.qkv is not None:
+        qkv = linear(spec.qkv, hidden_states, cache, "qkv").unflatten(-1, (heads[0], 3, heads[1]))
+        q, k, v = qkv.unbind(2)
+        query_bias, value_bias = (
+            bias.to(q.dtype).view(heads) for bias in (spec.query_bias, spec.value_bias)
+        )
+        return (q + query_bias, k, v + value_bias), hidden_states
+    projections = (spec.query, spec.key, spec.value)
+    if all(map(is_plain_linear, projections)):
+        qkv, hidden_states = stacked_linear(
+            projections, hidden_states, cache, "qkv", return_input=True
+        )
+        return qkv.unflatten(-1, (3, *heads)).unbind(1), hidden_states
+    return tuple(p(hidden_states).unflatten(-1, heads) for p in projections), hidden_states
 
 
 def _position_tables(positions, spec, rng_state, cache, dtype) -> list[torch.Tensor | None]:

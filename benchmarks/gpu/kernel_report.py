@@ -91,17 +91,21 @@ FLOAT_POINTERS = {
     "teacher_lse_ptr",
     "delta_ptr",
     "dq_sum_ptr",
+    "key_sums_ptr",
+    "query_sums_ptr",
+    "sums_ptr",
     "loss_ptr",
     "soft_loss_ptr",
     "dloss_ptr",
     "dsoft_loss_ptr",
     "wide_dh_ptr",
 }
-INT32_POINTERS = {"cu_seqlens_q_ptr", "cu_seqlens_k_ptr"}
+INT32_POINTERS = {"cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "cu_seqlens_ptr", "buckets_ptr"}
 FLOATS = {"eps", "dropout_scale", "softmax_scale", "label_smoothing", "z_loss", "temperature"}
+STRIDED = ("q", "k", "v", "dq", "dk", "position_key", "position_query")
 # Multiples of 16 in every model, which Triton is told at each launch.
 DIVISIBLE = {"num_cols", "part_rows", "depth"} | {
-    f"{name}_{step}" for name in ("q", "k", "v", "dq", "dk") for step in ("row", "head")
+    f"{name}_{step}" for name in STRIDED for step in ("row", "head")
 }
 
 
@@ -115,6 +119,7 @@ class Kernel:
         least_blocks: blocks of a kernel an SM of sm_90 must hold.
         wide: 16-byte loads must be there (bf16 and fp32).
         tensor_cores: HGMMA must be there on sm_90 for bf16 and fp16, and MMA elsewhere.
+        warpgroups: its tiles have the 64 rows HGMMA takes; else MMA must be there on sm_90 too.
         dtypes: it is launched for; the first on every target, the others on the first target.
     """
 
@@ -123,6 +128,7 @@ class Kernel:
     least_blocks: int = 4
     wide: bool = True
     tensor_cores: bool = False
+    warpgroups: bool = True
     dtypes: tuple[str, ...] = DTYPES
 
 
@@ -151,6 +157,24 @@ def _attention(
         return {**options, **sizes}
 
     return of
+
+
+def _disentangled(searches: bool = True) -> Callable[[str, object], dict]:
+    def of(dtype: str, target) -> dict:
+        module = _module("disentangled_attention")
+        options = {"HAS_KEY": True, "HAS_QUERY": True, "DROPOUT": True, "PRECISION": "ieee"}
+        if searches:
+            options["BLOCK_B"] = module.BLOCK_B
+        return {**options, "D": 64, **module.blocks(64)}
+
+    return of
+
+
+def _distances(dtype: str, target) -> dict:
+    sizes = _disentangled()(dtype, target)
+    module = _module("disentangled_attention")
+    kept = {name: sizes[name] for name in ("D", "BLOCK_D", "BLOCK")}
+    return {**kept, "FALLING": True, "STEP": module.STEP, "BLOCK_M": module.BLOCK_M}
 
 
 def _matmul(**constants) -> Callable[[str, object], dict]:
@@ -258,6 +282,16 @@ KERNELS = {
     ("attention", "_attention_bwd_dkv_kernel"): Kernel(
         _attention("bwd_dkv"), least_blocks=2, tensor_cores=True
     ),
+    **{
+        ("disentangled_attention", f"_disentangled_attention_{kernel}_kernel"): Kernel(
+            _disentangled(searches=kernel != "bwd_positions"),
+            least_blocks=1,
+            tensor_cores=True,
+            warpgroups=False,
+        )
+        for kernel in ("fwd", "bwd_dq", "bwd_dkv", "bwd_positions")
+    },
+    ("disentangled_attention", "_sum_distances_kernel"): Kernel(_distances, wide=False),
 }
 # The same kernels with other tiles; fp32 left out, whose heads of 128 spill and are rare.
 WIDE_HEADS = {
@@ -504,7 +538,8 @@ def faults(row: dict, kernel: Kernel) -> list[str]:
         found.append(f"{name}: no 16-byte loads")
     if kernel.tensor_cores and row["dtype"] != "fp32" and not row["tensor"]:
         found.append(f"{name}: no tensor-core instructions")
-    if kernel.tensor_cores and target == 90 and row["dtype"] != "fp32" and not row["hgmma"]:
+    in_groups = kernel.tensor_cores and kernel.warpgroups and target == 90
+    if in_groups and row["dtype"] != "fp32" and not row["hgmma"]:
         found.append(f"{name}: no HGMMA")
     return found
 

@@ -30,6 +30,7 @@ def load_families() -> None:
     """Imports every family's adapter, which registers its conversions."""
     import fastbert.models.albert
     import fastbert.models.bert
+    import fastbert.models.deberta
     import fastbert.models.deberta_v2
     import fastbert.models.distilbert
     import fastbert.models.electra

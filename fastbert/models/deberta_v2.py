@@ -57,8 +57,15 @@ from fastbert.reference.philox import SITE_EMBEDDING
 # --- layer ----------------------------------------------------------------------------------------
 
 
-class DebertaV2Layer(CachesWeights, modeling.DebertaV2Layer):
-    """transformers' layer, which given a `packed` batch runs fused on packed rows."""
+class DisentangledLayer(CachesWeights):
+    """Base of a layer, before transformers' class, which given a `packed` batch runs fused on
+    packed rows.
+
+    Attributes:
+        parts: the classes of the attention, its two halves, and the two of the feed-forward.
+    """
+
+    parts: tuple[type, ...]
 
     def forward(self, hidden_states, *args, packed=None, index=0, rng_state=None, **kwargs):
         if packed is None:
@@ -67,45 +74,6 @@ class DebertaV2Layer(CachesWeights, modeling.DebertaV2Layer):
         spec = self.spec(index)
         cache = self.weight_cache
         return disentangled_layer(spec, hidden_states, positions, packed, rng_state, cache)
-
-    def spec(self, index: int) -> DisentangledLayerSpec:
-        """The layer's modules in the encoder's terms, at place `index` of the encoder."""
-        attention, output = self.attention.self, self.attention.output
-        kinds = attention.pos_att_type
-        relative = attention.relative_attention
-        shared = attention.share_att_key
-        position_key = position_query = None
-        if relative and "c2p" in kinds:
-            position_key = attention.key_proj if shared else attention.pos_key_proj
-        if relative and "p2c" in kinds:
-            position_query = attention.query_proj if shared else attention.pos_query_proj
-        activation = self.intermediate.intermediate_act_fn
-        # The terms of a score, which add up their variances.
-        terms = 1 + ("c2p" in kinds) + ("p2c" in kinds)
-        return DisentangledLayerSpec(
-            index=index,
-            query=attention.query_proj,
-            key=attention.key_proj,
-            value=attention.value_proj,
-            attention_output=output.dense,
-            attention_output_dropout=output.dropout,
-            attention_norm=output.LayerNorm,
-            intermediate=self.intermediate.dense,
-            activation=activation,
-            approximate=gelu_form(activation),
-            output=self.output.dense,
-            output_dropout=self.output.dropout,
-            output_norm=self.output.LayerNorm,
-            num_heads=attention.num_attention_heads,
-            head_dim=attention.attention_head_size,
-            softmax_scale=(attention.attention_head_size * terms) ** -0.5,
-            attention_dropout_p=dropout_p(attention.dropout),
-            position_key=position_key,
-            position_query=position_query,
-            position_dropout=attention.pos_dropout if relative else None,
-            position_buckets=attention.position_buckets if relative else -1,
-            max_relative_positions=attention.max_relative_positions if relative else 1,
-        )
 
     def dropout_active(self) -> bool:
         """Whether this layer reads the rng_state; each dropout goes by its own training flag."""
@@ -117,26 +85,85 @@ class DebertaV2Layer(CachesWeights, modeling.DebertaV2Layer):
 
     def why_not_packed(self) -> str | None:
         """What about this layer keeps it from packed rows."""
-        expected = (
-            (self.attention, modeling.DebertaV2Attention),
-            (self.attention.self, modeling.DisentangledSelfAttention),
-            (self.attention.output, modeling.DebertaV2SelfOutput),
-            (self.intermediate, modeling.DebertaV2Intermediate),
-            (self.output, modeling.DebertaV2Output),
-        )
-        for module, kind in expected:
+        attention = self.attention
+        modules = (attention, attention.self, attention.output, self.intermediate, self.output)
+        for module, kind in zip(modules, self.parts, strict=True):
             if type(module) is not kind:
                 return f"a layer holds a {type(module).__name__} in place of {kind.__name__}"
             if not is_unhooked(module):
                 return f"{kind.__name__} has hooks"
-        attention = self.attention.self
-        if type(attention.dropout) is not nn.Dropout or not is_unhooked(attention.dropout):
+        dropout = attention.self.dropout
+        if type(dropout) is not nn.Dropout or not is_unhooked(dropout):
             return "the dropout of the attention probabilities was replaced or has hooks"
-        if attention.relative_attention and attention.position_buckets > 0:
+        return None
+
+    def _shared_spec(self, index: int) -> dict:
+        """What the specs of all versions have in common."""
+        attention, output = self.attention.self, self.attention.output
+        activation = self.intermediate.intermediate_act_fn
+        return {
+            "index": index,
+            "attention_output": output.dense,
+            "attention_output_dropout": output.dropout,
+            "attention_norm": output.LayerNorm,
+            "intermediate": self.intermediate.dense,
+            "activation": activation,
+            "approximate": gelu_form(activation),
+            "output": self.output.dense,
+            "output_dropout": self.output.dropout,
+            "output_norm": self.output.LayerNorm,
+            "num_heads": attention.num_attention_heads,
+            "head_dim": attention.attention_head_size,
+            "attention_dropout_p": dropout_p(attention.dropout),
+            "position_dropout": attention.pos_dropout if attention.relative_attention else None,
+        }
+
+
+class DebertaV2Layer(DisentangledLayer, modeling.DebertaV2Layer):
+    """transformers' layer, which given a `packed` batch runs fused on packed rows."""
+
+    parts = (
+        modeling.DebertaV2Attention,
+        modeling.DisentangledSelfAttention,
+        modeling.DebertaV2SelfOutput,
+        modeling.DebertaV2Intermediate,
+        modeling.DebertaV2Output,
+    )
+
+    def spec(self, index: int) -> DisentangledLayerSpec:
+        """The layer's modules in the encoder's terms, at place `index` of the encoder."""
+        attention = self.attention.self
+        kinds = attention.pos_att_type
+        relative = attention.relative_attention
+        shared = attention.share_att_key
+        position_key = position_query = None
+        if relative and "c2p" in kinds:
+            position_key = attention.key_proj if shared else attention.pos_key_proj
+        if relative and "p2c" in kinds:
+            position_query = attention.query_proj if shared else attention.pos_query_proj
+        # The terms of a score, which add up their variances.
+        terms = 1 + ("c2p" in kinds) + ("p2c" in kinds)
+        return DisentangledLayerSpec(
+            query=attention.query_proj,
+            key=attention.key_proj,
+            value=attention.value_proj,
+            softmax_scale=(attention.attention_head_size * terms) ** -0.5,
+            position_key=position_key,
+            position_query=position_query,
+            position_buckets=attention.position_buckets if relative else -1,
+            max_relative_positions=attention.max_relative_positions if relative else 1,
+            **self._shared_spec(index),
+        )
+
+    def why_not_packed(self) -> str | None:
+        """What about this layer keeps it from packed rows."""
+        reason = super().why_not_packed()
+        attention = self.attention.self
+        if reason is None and attention.relative_attention and attention.position_buckets > 0:
             buckets, reach = attention.position_buckets, attention.max_relative_positions
             if buckets == 1 or reach < buckets // 2 + 2:
                 return f"{buckets} position buckets do not fit {reach} relative positions"
-        return None
+        return reason
 
 
 # --- model ----------------------------------------------------------------------------------------
@@ -151,21 +178,15 @@ _HANDED_ON = PACKED_KEYWORDS - {
 }
 
 
-class DebertaV2Model(PackedModel, transformers.DebertaV2Model):
-    """Drop-in replacement of `transformers.DebertaV2Model` that computes real tokens only.
+class DisentangledModel(PackedModel):
+    """Base of DeBERTa's models, before transformers' class.
 
-    Takes what transformers' class takes and returns the same numbers; `last_hidden_state` and
-    `hidden_states` are 0 at padding. Further keyword arguments and errors as `fastbert.BertModel`
-    has them, but for `pooled_rows` and `last_layer_rows`.
-
-    Raises:
-        NotImplementedError: `cu_seq_lens_q` where transformers' own forward would have to run: it
-            knows no packed input.
+    Attributes:
+        encoder_type, embeddings_type: the classes of the modules around the layers.
     """
 
-    logged_as = "DebertaV2Model"
-    counted_as = "deberta_v2_model"
-    layer_type = DebertaV2Layer
+    encoder_type: type
+    embeddings_type: type
 
     def forward(
         self,
@@ -193,11 +214,8 @@ class DebertaV2Model(PackedModel, transformers.DebertaV2Model):
         return self.encoder.layer
 
     def why_container_not_packed(self):
-        encoder = self.encoder
-        if type(encoder) is not modeling.DebertaV2Encoder or not is_unhooked(encoder):
+        if type(self.encoder) is not self.encoder_type or not is_unhooked(self.encoder):
             return "the encoder was replaced or has hooks"
-        if encoder.conv is not None and type(encoder.conv) is not modeling.ConvLayer:
-            return f"the convolution is a {type(encoder.conv).__name__}"
         if self.z_steps > 1:
             return "the last layer runs more than once (z_steps)"
         return None
@@ -243,7 +261,7 @@ class DebertaV2Model(PackedModel, transformers.DebertaV2Model):
                 inputs = {**inputs, "position_ids": positions}
         else:
             batch = pack_batch(attention_mask, *size, tokens.device, required_rows=required_rows)
-        reason = self._why_batch_not_packed(batch, cu_seq_lens_q)
+        reason = self.why_batch_not_packed(batch, cu_seq_lens_q)
         if reason is not None:
             kwargs = {"output_hidden_states": output_hidden_states, "return_dict": return_dict}
             kwargs = {**others, **kwargs, "cu_seq_lens_q": cu_seq_lens_q}
@@ -256,11 +274,10 @@ class DebertaV2Model(PackedModel, transformers.DebertaV2Model):
             del outputs.__dict__["packed"]
         return self.finished(outputs, batch, return_dict)
 
-    def _why_batch_not_packed(self, batch: PackedBatch, cu_seq_lens_q) -> str | None:
+    def why_batch_not_packed(self, batch: PackedBatch, cu_seq_lens_q) -> str | None:
+        """What about the rows keeps the call from them."""
         if batch.kv_indices is not None:
             return "a head reads padding"
-        if self.encoder.conv is not None and cu_seq_lens_q is not None:
-            return "the convolution would join the texts of packed input"
         if cu_seq_lens_q is not None or batch.indices is None:
             return None
         if dispatch.is_symbolic(batch.indices) or not rows_are_neighbours(batch):
@@ -273,8 +290,8 @@ class DebertaV2Model(PackedModel, transformers.DebertaV2Model):
         positions = self._relative_positions()
         for index, layer in enumerate(self.encoder.layer):
             rows = layer(rows, positions, packed=batch, index=index, rng_state=rng_state)
-            if index == 0 and self.encoder.conv is not None:
-                rows = self._convolved(batch, embedded, rows)
+            if index == 0:
+                rows = self.after_first_layer(batch, embedded, rows)
             states.append(rows)
         outputs = BaseModelOutput(
             last_hidden_state=batch.pad(rows),
@@ -290,18 +307,16 @@ class DebertaV2Model(PackedModel, transformers.DebertaV2Model):
             return None
         # Kept, so that what the layers keep of their projections has a source that stays.
         sources = [encoder.rel_embeddings.weight]
-        if "layer_norm" in encoder.norm_rel_ebd:
+        if "layer_norm" in getattr(encoder, "norm_rel_ebd", ()):
             sources += encoder.LayerNorm.parameters()
         if torch.is_grad_enabled():
             self.weight_cache.clear()
         found = kept(self.weight_cache, "positions", sources, encoder.get_rel_embedding)
         return encoder.get_rel_embedding() if found is None else found
 
-    def _convolved(self, batch, embedded, rows) -> torch.Tensor:
-        """transformers' convolution over the padded texts."""
-        real = batch.pad(rows.new_ones(batch.num_rows, dtype=torch.int64))
-        convolved = self.encoder.conv(batch.pad(embedded), batch.pad(rows), real)
-        return batch.unpad(convolved)
+    def after_first_layer(self, batch, embedded, rows) -> torch.Tensor:
+        """What the second layer reads, of the embeddings and the first one's output."""
+        return rows
 
     def _embed(
         self, batch, rng_state, *, input_ids, token_type_ids, position_ids, inputs_embeds
@@ -328,7 +343,7 @@ class DebertaV2Model(PackedModel, transformers.DebertaV2Model):
         else:
             inputs_embeds = batch.unpad(inputs_embeds)
         position_ids, token_type_ids = batch.unpad(position_ids), batch.unpad(token_type_ids)
-        if not _is_plain_embedding(embeddings):
+        if not self._is_plain_embedding():
             return embeddings(
                 input_ids=None if input_ids is None else input_ids[None],
                 token_type_ids=token_type_ids[None],
@@ -365,18 +380,56 @@ class DebertaV2Model(PackedModel, transformers.DebertaV2Model):
             layer.dropout_active() for layer in self.encoder.layer
         )
 
+    def _is_plain_embedding(self) -> bool:
+        """Whether everything but the word embeddings may be fused."""
+        embeddings = self.embeddings
+        tables = (embeddings.position_embeddings, embeddings.token_type_embeddings)
+        return (
+            type(embeddings) is self.embeddings_type
+            and is_unhooked(embeddings)
+            and embeddings.embed_proj is None
+            and is_plain_norm(embeddings.LayerNorm)
+            and is_plain_dropout(embeddings.dropout)
+            and all(table is None or is_plain_table(table) for table in tables)
+        )
 
-def _is_plain_embedding(embeddings: nn.Module) -> bool:
-    """Whether everything but the word embeddings may be fused."""
-    tables = (embeddings.position_embeddings, embeddings.token_type_embeddings)
-    return (
-        type(embeddings) is modeling.DebertaV2Embeddings
-        and is_unhooked(embeddings)
-        and embeddings.embed_proj is None
-        and is_plain_norm(embeddings.LayerNorm)
-        and is_plain_dropout(embeddings.dropout)
-        and all(table is None or is_plain_table(table) for table in tables)
-    )
+
+class DebertaV2Model(DisentangledModel, transformers.DebertaV2Model):
+    """Drop-in replacement of `transformers.DebertaV2Model` that computes real tokens only.
+
+    Takes what transformers' class takes and returns the same numbers; `last_hidden_state` and
+    `hidden_states` are 0 at padding. Further keyword arguments and errors as `fastbert.BertModel`
+    has them, but for `pooled_rows` and `last_layer_rows`.
+
+    Raises:
+        NotImplementedError: `cu_seq_lens_q` where transformers' own forward would have to run: it
+            knows no packed input.
+    """
+
+    logged_as = "DebertaV2Model"
+    counted_as = "deberta_v2_model"
+    layer_type = DebertaV2Layer
+    encoder_type = modeling.DebertaV2Encoder
+    embeddings_type = modeling.DebertaV2Embeddings
+
+    def why_container_not_packed(self):
+        reason = super().why_container_not_packed()
+        if reason is None and self.encoder.conv is not None:
+            kind = type(self.encoder.conv)
+            return None if kind is modeling.ConvLayer else f"the convolution is a {kind.__name__}"
+        return reason
+
+    def why_batch_not_packed(self, batch, cu_seq_lens_q):
+        if self.encoder.conv is not None and cu_seq_lens_q is not None:
+            return "the convolution would join the texts of packed input"
+        return super().why_batch_not_packed(batch, cu_seq_lens_q)
+
+    def after_first_layer(self, batch, embedded, rows):
+        """transformers' convolution over the padded texts, where there is one."""
+        if self.encoder.conv is None:
+            return rows
+        real = batch.pad(rows.new_ones(batch.num_rows, dtype=torch.int64))
+        return batch.unpad(self.encoder.conv(batch.pad(embedded), batch.pad(rows), real))
 
 
 # --- heads ----------------------------------------------------------------------------------------
@@ -393,12 +446,15 @@ class _Decoder(NamedTuple):
         return len(self.weight)
 
 
-class DebertaV2ForMaskedLM(MaskedLMHead, transformers.DebertaV2ForMaskedLM):
-    """Drop-in replacement of `transformers.DebertaV2ForMaskedLM`, both its heads
-    (`config.legacy`).
+class DisentangledMaskedLMHead(MaskedLMHead):
+    """Base of the masked-LM head of all versions, with both its heads (`config.legacy`).
 
-    Loss, logits and further keyword arguments as `fastbert.BertForMaskedLM`.
+    Attributes:
+        legacy_kinds: the classes of the legacy head and of what is in it. kinds: of the other's.
     """
+
+    legacy_kinds: tuple[type, ...]
+    kinds: tuple[type, ...]
 
     def decoder_layer(self):
         if self.legacy:
@@ -415,19 +471,13 @@ class DebertaV2ForMaskedLM(MaskedLMHead, transformers.DebertaV2ForMaskedLM):
         if self.legacy:
             predictions = self.cls.predictions
             around = (self.cls, predictions, predictions.transform)
-            kinds = (
-                modeling.LegacyDebertaV2OnlyMLMHead,
-                modeling.LegacyDebertaV2LMPredictionHead,
-                modeling.LegacyDebertaV2PredictionHeadTransform,
-            )
             decodes = is_plain_linear(predictions.decoder)
         else:
             around = (self.lm_predictions, self.lm_predictions.lm_head)
-            kinds = (modeling.DebertaV2OnlyMLMHead, modeling.DebertaV2LMPredictionHead)
             decodes = is_plain_table(self.deberta.embeddings.word_embeddings)
         transform = around[-1]
         return (
-            tuple(map(type, around)) == kinds
+            tuple(map(type, around)) == (self.legacy_kinds if self.legacy else self.kinds)
             and all(map(is_unhooked, around))
             and decodes
             and is_plain_linear(transform.dense)
@@ -449,7 +499,21 @@ class DebertaV2ForMaskedLM(MaskedLMHead, transformers.DebertaV2ForMaskedLM):
         return (*self.lm_predictions.parameters(), words)
 
 
-class _HandsOn:
+class DebertaV2ForMaskedLM(DisentangledMaskedLMHead, transformers.DebertaV2ForMaskedLM):
+    """Drop-in replacement of `transformers.DebertaV2ForMaskedLM`.
+
+    Loss, logits and further keyword arguments as `fastbert.BertForMaskedLM`.
+    """
+
+    legacy_kinds = (
+        modeling.LegacyDebertaV2OnlyMLMHead,
+        modeling.LegacyDebertaV2LMPredictionHead,
+        modeling.LegacyDebertaV2PredictionHeadTransform,
+    )
+    kinds = (modeling.DebertaV2OnlyMLMHead, modeling.DebertaV2LMPredictionHead)
+
+
+class HandsOn:
     """Base of heads right before transformers' class: our keyword arguments reach the model."""
 
     def forward(self, **inputs):
@@ -461,7 +525,7 @@ class _HandsOn:
             _beside_signature.keywords = {}
 
 
-class _PooledHead(TaskHead):
+class PooledHead(TaskHead):
     """A head that reads position 0 of every text."""
 
     def rows_read(self, inputs):
@@ -477,19 +541,19 @@ class _PooledHead(TaskHead):
 
 
 class DebertaV2ForSequenceClassification(
-    _PooledHead, _HandsOn, transformers.DebertaV2ForSequenceClassification
+    PooledHead, HandsOn, transformers.DebertaV2ForSequenceClassification
 ):
     """Drop-in replacement of `transformers.DebertaV2ForSequenceClassification`."""
 
 
 class DebertaV2ForTokenClassification(
-    TokenClassificationHead, _HandsOn, transformers.DebertaV2ForTokenClassification
+    TokenClassificationHead, HandsOn, transformers.DebertaV2ForTokenClassification
 ):
     """Drop-in replacement of `transformers.DebertaV2ForTokenClassification`."""
 
 
 class DebertaV2ForQuestionAnswering(
-    QuestionAnsweringHead, _HandsOn, transformers.DebertaV2ForQuestionAnswering
+    QuestionAnsweringHead, HandsOn, transformers.DebertaV2ForQuestionAnswering
 ):
     """Drop-in replacement of `transformers.DebertaV2ForQuestionAnswering`.
 
@@ -497,7 +561,7 @@ class DebertaV2ForQuestionAnswering(
     """
 
 
-class DebertaV2ForMultipleChoice(_PooledHead, _HandsOn, transformers.DebertaV2ForMultipleChoice):
+class DebertaV2ForMultipleChoice(PooledHead, HandsOn, transformers.DebertaV2ForMultipleChoice):
     """Drop-in replacement of `transformers.DebertaV2ForMultipleChoice`."""
 
 

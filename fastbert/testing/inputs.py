@@ -138,3 +138,23 @@ def small_deberta_v2_config(**overrides) -> transformers.DebertaV2Config:
         "num_labels": 3,
     }
     return transformers.DebertaV2Config(**{**settings, **overrides})
+
+
+def small_deberta_config(**overrides) -> transformers.DebertaConfig:
+    """A first DeBERTa of 3 layers, 48 features, 4 heads, 99 tokens, up to 9 distances told apart;
+    anything overridable."""
+    settings = {
+        "hidden_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "vocab_size": 99,
+        "max_position_embeddings": 64,
+        "type_vocab_size": 2,
+        "relative_attention": True,
+        "max_relative_positions": 9,
+        "pos_att_type": ["c2p", "p2c"],
+        "position_biased_input": False,
+        "num_labels": 3,
+    }
+    return transformers.DebertaConfig(**{**settings, **overrides})
