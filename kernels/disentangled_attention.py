@@ -703,23 +703,33 @@ def _sum_distances_kernel(
     tl.store(dposition_ptr + at, value, mask=d < D)
 
 
-def blocks(head_dim: int) -> dict[str, int]:
-    """Tile size, warps and stages. The shifts hold three tiles at once, so that 64 rows spill."""
+def blocks(head_dim: int, kernel: str) -> dict[str, int]:
+    """Tile size, warps and stages, such that nothing is spilled: the shifts hold three tiles at
+    once, so that 64 rows would.
+
+    Args:
+        kernel: `fwd`, `bwd_dq`, `bwd_dkv` or `bwd_positions`.
+    """
     block_d = max(16, block_of(head_dim, 128))
-    return {"BLOCK": 32, "BLOCK_D": block_d, "num_warps": 4, "num_stages": 1}
+    warps = 4 if kernel in ("fwd", "bwd_dq") else 8
+    return {"BLOCK": 32, "BLOCK_D": block_d, "num_warps": warps, "num_stages": 1}
 
 
 def _settings(q, position_key, position_query, softmax_scale, dropout_p, site):
-    """Scalars the kernels share, and their compile-time constants."""
+    """Scalars the kernels share, and the compile-time constants of each by its name."""
     threshold, scale = dropout_settings(dropout_p)
-    constants = {
+    shared = {
         "HAS_KEY": position_key is not None,
         "HAS_QUERY": position_query is not None,
         "DROPOUT": threshold > 0,
         "PRECISION": "ieee",
         "D": q.shape[-1],
-        **blocks(q.shape[-1]),
     }
+
+    def constants(kernel: str) -> dict:
+        search = {} if kernel == "bwd_positions" else {"BLOCK_B": BLOCK_B}
+        return {**shared, **blocks(q.shape[-1], kernel), **search}
+
     return (softmax_scale, threshold, scale, site), constants
 
 
@@ -758,7 +768,7 @@ def disentangled_attention_fwd(
     lse = q.new_empty((num_heads, num_rows), dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
-    num_sequences = cu_seqlens.shape[0] - 1
+    num_sequences, constants = cu_seqlens.shape[0] - 1, constants("fwd")
     grid = (_slots(q, constants["BLOCK"], num_sequences), num_heads)
     with on_device(q):
         _disentangled_attention_fwd_kernel[grid](
@@ -777,7 +787,6 @@ def disentangled_attention_fwd(
             num_heads,
             *_steps(q, k, v, *tables),
             *scalars,
-            BLOCK_B=BLOCK_B,
             **constants,
         )
     return out, lse
@@ -811,7 +820,7 @@ def disentangled_attention_bwd(
     delta = torch.empty_like(softmax_lse)
     num_rows, num_heads, head_dim = q.shape
     num_sequences, reach = cu_seqlens.shape[0] - 1, buckets.shape[0] // 2
-    block = constants["BLOCK"]
+    block = constants("bwd_dq")["BLOCK"]
     num_blocks = max(1, triton.cdiv(max_seqlen, block))
     inputs = (dout, q, k, v, *tables)
     shared = (
@@ -830,14 +839,14 @@ def disentangled_attention_bwd(
     sums = [q if t is None else q.new_empty(shape, dtype=torch.float32) for t in given]
     with on_device(q):
         _disentangled_attention_bwd_dq_kernel[slots](
-            *inputs, out, softmax_lse, dq, delta, *shared, BLOCK_B=BLOCK_B, **constants
+            *inputs, out, softmax_lse, dq, delta, *shared, **constants("bwd_dq")
         )
         _disentangled_attention_bwd_dkv_kernel[slots](
-            *inputs, softmax_lse, delta, dk, dv, *shared, BLOCK_B=BLOCK_B, **constants
+            *inputs, softmax_lse, delta, dk, dv, *shared, **constants("bwd_dkv")
         )
         if given != (None, None):
             _disentangled_attention_bwd_positions_kernel[(2 * num_blocks - 1, num_heads)](
-                *inputs, softmax_lse, delta, *sums, *shared, **constants
+                *inputs, softmax_lse, delta, *sums, *shared, **constants("bwd_positions")
             )
         gradients = [
             q.new_empty(0) if t is None else _sum_distances(t, s, buckets, num_blocks, block, falls)

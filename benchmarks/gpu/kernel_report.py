@@ -159,19 +159,19 @@ def _attention(
     return of
 
 
-def _disentangled(searches: bool = True) -> Callable[[str, object], dict]:
+def _disentangled(kernel: str) -> Callable[[str, object], dict]:
     def of(dtype: str, target) -> dict:
         module = _module("disentangled_attention")
         options = {"HAS_KEY": True, "HAS_QUERY": True, "DROPOUT": True, "PRECISION": "ieee"}
-        if searches:
+        if kernel != "bwd_positions":
             options["BLOCK_B"] = module.BLOCK_B
-        return {**options, "D": 64, **module.blocks(64)}
+        return {**options, "D": 64, **module.blocks(64, kernel)}
 
     return of
 
 
 def _distances(dtype: str, target) -> dict:
-    sizes = _disentangled()(dtype, target)
+    sizes = _disentangled("bwd_positions")(dtype, target)
     module = _module("disentangled_attention")
     kept = {name: sizes[name] for name in ("D", "BLOCK_D", "BLOCK")}
     return {**kept, "FALLING": True, "STEP": module.STEP, "BLOCK_M": module.BLOCK_M}
@@ -284,7 +284,7 @@ KERNELS = {
     ),
     **{
         ("disentangled_attention", f"_disentangled_attention_{kernel}_kernel"): Kernel(
-            _disentangled(searches=kernel != "bwd_positions"),
+            _disentangled(kernel),
             least_blocks=1,
             tensor_cores=True,
             warpgroups=False,

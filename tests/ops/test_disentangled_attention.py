@@ -118,10 +118,18 @@ def both(lengths, positions=LOG, scale=None, without=(), **options):
 LENGTHS = {"ragged": [5, 0, 1, 33], "ones": [1] * 8, "blocks": [150, 64]}
 
 
+def _shortened(backend, lengths) -> list[int]:
+    """Triton's tiles are smaller than what C++ takes together, and its interpreter is slow."""
+    return [n if backend.name != "triton" else min(n, 70) for n in lengths]
+
+
 @pytest.mark.parametrize("positions", [LOG, LINEAR], ids=["log", "linear"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_disentangled_attention_matches_reference(backend, lengths, dtype, positions):
+    if backend.name == "triton" and positions is LINEAR and dtype != torch.float32:
+        pytest.skip("the kernels read both tables alike, and the interpreter is slow")
+    lengths = _shortened(backend, lengths)
     op, reference = both(lengths, positions)
     values = inputs(lengths, 2, 16, positions, idle=2)
     with assert_ran("disentangled_attention_fwd", backend.name):
@@ -138,8 +146,9 @@ def test_disentangled_attention_without_a_term(backend, without):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_disentangled_attention_far_beyond_the_buckets(backend, dtype):
     """Whole blocks of pairs that share the last bucket, on both sides."""
-    op, reference = both([170], (4, 6))
-    op_check(op, reference, inputs([170], 2, 8, (4, 6)), dtype, name="attention")
+    length = 170 if backend.name != "triton" else 100
+    op, reference = both([length], (4, 6))
+    op_check(op, reference, inputs([length], 1, 8, (4, 6)), dtype, name="attention")
 
 
 @pytest.mark.parametrize("dim", [1, 20, 26, 72, 128])
@@ -212,9 +221,10 @@ def test_disentangled_attention_empty(backend):
 
 def test_disentangled_attention_deterministic(backend):
     """The same bits in every run, from C++ for any number of threads, the position tables' too."""
-    lengths = [20, 31, 0, 70, 3, 12, 40, 8, 1, 25, 33]
+    lengths = [20, 31, 0, 70, 3, 12, 40, 8, 1, 25, 33] if backend.name == "cpu" else [20, 40]
     op, _ = both(lengths, dropout_p=0.1, site=0, rng_state=RNG)
-    values = inputs(lengths, 3, 16)
+    # Sixteen heads leave C++ three chains, of several sequences each.
+    values = inputs(lengths, 16 if backend.name == "cpu" else 2, 16)
     before = torch.get_num_threads()
     results = []
     for threads in (1, 1, 3 if backend.name == "cpu" else 1):
@@ -234,10 +244,10 @@ def test_disentangled_attention_cross_backend():
     op = OPS["disentangled_attention_fwd"]
     backends = [b for b in BACKENDS if op.has(b) and not not_supported_reasons(op, b, cpu, ())]
     assert backends[0] == "reference"
-    lengths = [5, 0, 70]
-    tensors = inputs(lengths, 2, 16, idle=1).values()
-    options = (relative_buckets(*LOG), cu_seqlens(lengths), 70, 0.15, 0.2, 8, RNG)
-    dout = torch.randn(76, 2, 16)
+    lengths = [5, 0, 40]
+    tensors = inputs(lengths, 1, 16, idle=1).values()
+    options = (relative_buckets(*LOG), cu_seqlens(lengths), 40, 0.15, 0.2, 8, RNG)
+    dout = torch.randn(46, 1, 16)
     results = []
     for forward in backends:
         with use_backend(disentangled_attention=forward):
