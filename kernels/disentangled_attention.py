@@ -516,17 +516,6 @@ def _disentangled_attention_bwd_dkv_kernel(
     store_head_rows(dv_ptr, dv, start, key, length, row_step, D, D, BLOCK_D)
 
 
-@triton.jit
-def store_distances(
-    ptr, values, num_heads, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr
-):
-    """A program's sums `(2·BLOCK, BLOCK_D)` to fp32 (diagonals, 2·BLOCK, N, D)."""
-    row = tl.program_id(0) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
-    d = tl.arange(0, BLOCK_D)
-    at = (row.to(tl.int64) * num_heads + tl.program_id(1))[:, None] * D + d[None, :]
-    tl.store(ptr + at, values, mask=(row >= 0)[:, None] & (d < D)[None, :])
-
-
 @triton.jit(do_not_specialize=["threshold", "site"])
 def _disentangled_attention_bwd_positions_kernel(
     dout_ptr,  # (T, N, D), contiguous
@@ -537,8 +526,7 @@ def _disentangled_attention_bwd_positions_kernel(
     position_query_ptr,  # (R, N, D), unread without HAS_QUERY
     lse_ptr,  # fp32 (N, T)
     delta_ptr,  # fp32 (N, T)
-    key_sums_ptr,  # fp32 (diagonals, 2 BLOCK, N, D), unwritten without HAS_KEY
-    query_sums_ptr,  # fp32 (diagonals, 2 BLOCK, N, D), unwritten without HAS_QUERY
+    sums_ptr,  # fp32 (diagonals, 2 BLOCK, N, D)
     buckets_ptr,  # int32 (2 M + 1,)
     cu_seqlens_ptr,  # int32 (B + 1,)
     rng_state_ptr,  # int64 (2,), unread without DROPOUT
@@ -560,6 +548,7 @@ def _disentangled_attention_bwd_positions_kernel(
     threshold,
     dropout_scale,
     site,
+    OF_KEYS: tl.constexpr,
     HAS_KEY: tl.constexpr,
     HAS_QUERY: tl.constexpr,
     DROPOUT: tl.constexpr,
@@ -568,13 +557,12 @@ def _disentangled_attention_bwd_positions_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program has the tiles of all sequences whose queries' block is `diagonal` blocks behind
-    the keys'."""
+    """Sums of one table, for both at once do not fit the registers. A program has the tiles of all
+    sequences whose queries' block is `diagonal` blocks behind the keys'."""
     head = tl.program_id(1)
     diagonal = tl.program_id(0) - tl.num_programs(0) // 2
     row_step, offset = num_heads * D, diagonal * BLOCK
-    key_sums = tl.zeros([2 * BLOCK, BLOCK_D], tl.float32)
-    query_sums = tl.zeros([2 * BLOCK, BLOCK_D], tl.float32)
+    sums = tl.zeros([2 * BLOCK, BLOCK_D], tl.float32)
     for sequence in range(0, num_sequences):
         start, length = rows_of(cu_seqlens_ptr, sequence, num_sequences, num_rows)
         blocks = tl.cdiv(length, BLOCK)
@@ -637,18 +625,16 @@ def _disentangled_attention_bwd_positions_kernel(
                 PRECISION,
                 BLOCK,
             )
-            if HAS_KEY:
+            if OF_KEYS:
                 by_distance = tl.trans(to_distances(dscores, BLOCK).to(q.dtype))
-                key_sums = tl.dot(by_distance, q, key_sums, input_precision=PRECISION)
-            if HAS_QUERY:
+                sums = tl.dot(by_distance, q, sums, input_precision=PRECISION)
+            else:
                 by_distance = tl.trans(to_distances(tl.trans(dscores), BLOCK).to(k.dtype))
-                query_sums = tl.dot(by_distance, k, query_sums, input_precision=PRECISION)
-    if HAS_KEY:
-        key_sums = key_sums * softmax_scale
-        store_distances(key_sums_ptr, key_sums, num_heads, D, BLOCK_D, BLOCK)
-    if HAS_QUERY:
-        query_sums = query_sums * softmax_scale
-        store_distances(query_sums_ptr, query_sums, num_heads, D, BLOCK_D, BLOCK)
+                sums = tl.dot(by_distance, k, sums, input_precision=PRECISION)
+    row = tl.program_id(0) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+    d = tl.arange(0, BLOCK_D)
+    at = (row.to(tl.int64) * num_heads + head)[:, None] * D + d[None, :]
+    tl.store(sums_ptr + at, sums * softmax_scale, mask=(row >= 0)[:, None] & (d < D)[None, :])
 
 
 @triton.jit
@@ -705,14 +691,14 @@ def _sum_distances_kernel(
 
 def blocks(head_dim: int, kernel: str) -> dict[str, int]:
     """Tile size, warps and stages, such that nothing is spilled: the shifts hold three tiles at
-    once, so that 64 rows would.
+    once, the sums of positions another of twice the rows.
 
     Args:
         kernel: `fwd`, `bwd_dq`, `bwd_dkv` or `bwd_positions`.
     """
     block_d = max(16, block_of(head_dim, 128))
-    warps = 4 if kernel in ("fwd", "bwd_dq") else 8
-    return {"BLOCK": 32, "BLOCK_D": block_d, "num_warps": warps, "num_stages": 1}
+    block, warps = {"bwd_dkv": (32, 8), "bwd_positions": (16, 4)}.get(kernel, (32, 4))
+    return {"BLOCK": block, "BLOCK_D": block_d, "num_warps": warps, "num_stages": 1}
 
 
 def _settings(q, position_key, position_query, softmax_scale, dropout_p, site):
@@ -820,7 +806,7 @@ def disentangled_attention_bwd(
     delta = torch.empty_like(softmax_lse)
     num_rows, num_heads, head_dim = q.shape
     num_sequences, reach = cu_seqlens.shape[0] - 1, buckets.shape[0] // 2
-    block = constants("bwd_dq")["BLOCK"]
+    block = constants("bwd_positions")["BLOCK"]
     num_blocks = max(1, triton.cdiv(max_seqlen, block))
     inputs = (dout, q, k, v, *tables)
     shared = (
@@ -834,9 +820,7 @@ def disentangled_attention_bwd(
         *_steps(q, k, v, *tables),
         *scalars,
     )
-    slots = (_slots(q, block, num_sequences), num_heads)
-    shape = (2 * num_blocks - 1, 2 * block, num_heads, head_dim)
-    sums = [q if t is None else q.new_empty(shape, dtype=torch.float32) for t in given]
+    slots = (_slots(q, constants("bwd_dq")["BLOCK"], num_sequences), num_heads)
     with on_device(q):
         _disentangled_attention_bwd_dq_kernel[slots](
             *inputs, out, softmax_lse, dq, delta, *shared, **constants("bwd_dq")
@@ -844,14 +828,23 @@ def disentangled_attention_bwd(
         _disentangled_attention_bwd_dkv_kernel[slots](
             *inputs, softmax_lse, delta, dk, dv, *shared, **constants("bwd_dkv")
         )
-        if given != (None, None):
-            _disentangled_attention_bwd_positions_kernel[(2 * num_blocks - 1, num_heads)](
-                *inputs, softmax_lse, delta, *sums, *shared, **constants("bwd_positions")
+        gradients = [q.new_empty(0), q.new_empty(0)]
+        for i, table in enumerate(given):
+            if table is None:
+                continue
+            diagonals = 2 * num_blocks - 1
+            shape = (diagonals, 2 * block, num_heads, head_dim)
+            sums = q.new_empty(shape, dtype=torch.float32)
+            _disentangled_attention_bwd_positions_kernel[(diagonals, num_heads)](
+                *inputs,
+                softmax_lse,
+                delta,
+                sums,
+                *shared,
+                OF_KEYS=i == 0,
+                **constants("bwd_positions"),
             )
-        gradients = [
-            q.new_empty(0) if t is None else _sum_distances(t, s, buckets, num_blocks, block, falls)
-            for t, s, falls in zip(given, sums, (True, False), strict=True)
-        ]
+            gradients[i] = _sum_distances(table, sums, buckets, num_blocks, block, i == 0)
     return dq, dk, dv, *gradients
 
 

@@ -30,7 +30,7 @@ TABLE = {
     "add_layer_norm": (FILE, FILE, FILE, FILE, FILE, FILE, FILE),
     "attention": (FILE, FILE, FILE, FILE, FILE, FILE, FILE),
     "bias_gelu": (FILE, FILE, FILE, FILE, FILE, FILE, FILE),
-    "disentangled_attention": (FILE, FILE, FILE, FILE, LATER, FILE, LATER),
+    "disentangled_attention": (FILE, FILE, FILE, FILE, LATER, FILE, FILE),
     "embed_layer_norm": (FILE, FILE, FILE, FILE, FILE, FILE, FILE),
     "encoder": (FILE, FILE, LAYERS, FILE, LAYERS, FILE, FORWARD),
     "geglu": (FILE, FILE, FILE, FILE, FILE, FILE, FILE),

@@ -91,8 +91,6 @@ FLOAT_POINTERS = {
     "teacher_lse_ptr",
     "delta_ptr",
     "dq_sum_ptr",
-    "key_sums_ptr",
-    "query_sums_ptr",
     "sums_ptr",
     "loss_ptr",
     "soft_loss_ptr",
@@ -163,7 +161,9 @@ def _disentangled(kernel: str) -> Callable[[str, object], dict]:
     def of(dtype: str, target) -> dict:
         module = _module("disentangled_attention")
         options = {"HAS_KEY": True, "HAS_QUERY": True, "DROPOUT": True, "PRECISION": "ieee"}
-        if kernel != "bwd_positions":
+        if kernel == "bwd_positions":
+            options["OF_KEYS"] = False
+        else:
             options["BLOCK_B"] = module.BLOCK_B
         return {**options, "D": 64, **module.blocks(64, kernel)}
 

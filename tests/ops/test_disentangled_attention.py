@@ -120,18 +120,18 @@ LENGTHS = {"ragged": [5, 0, 1, 33], "ones": [1] * 8, "blocks": [150, 64]}
 
 def _shortened(backend, lengths) -> list[int]:
     """Triton's tiles are smaller than what C++ takes together, and its interpreter is slow."""
-    return [n if backend.name != "triton" else min(n, 70) for n in lengths]
+    return lengths if backend.name != "triton" else [min(n, 40) for n in lengths[:4]]
 
 
 @pytest.mark.parametrize("positions", [LOG, LINEAR], ids=["log", "linear"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_disentangled_attention_matches_reference(backend, lengths, dtype, positions):
-    if backend.name == "triton" and positions is LINEAR and dtype != torch.float32:
-        pytest.skip("the kernels read both tables alike, and the interpreter is slow")
+    if backend.name == "triton" and (positions is LINEAR) == (dtype != torch.bfloat16):
+        pytest.skip("kernels read both tables alike, and the interpreter is slow")
     lengths = _shortened(backend, lengths)
     op, reference = both(lengths, positions)
-    values = inputs(lengths, 2, 16, positions, idle=2)
+    values = inputs(lengths, 1 if backend.name == "triton" else 2, 16, positions, idle=2)
     with assert_ran("disentangled_attention_fwd", backend.name):
         op_check(op, reference, values, dtype, name="attention")
 
@@ -140,33 +140,36 @@ def test_disentangled_attention_matches_reference(backend, lengths, dtype, posit
 def test_disentangled_attention_without_a_term(backend, without):
     names = ("position_key", "position_query") if without == "both" else (without,)
     op, reference = both([40, 7], without=names)
-    op_check(op, reference, inputs([40, 7], 2, 16), torch.float32, name="attention")
+    op_check(op, reference, inputs([40, 7], 1, 16), torch.float32, name="attention")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_disentangled_attention_far_beyond_the_buckets(backend, dtype):
     """Whole blocks of pairs that share the last bucket, on both sides."""
-    length = 170 if backend.name != "triton" else 100
+    length = 170 if backend.name != "triton" else 70
     op, reference = both([length], (4, 6))
     op_check(op, reference, inputs([length], 1, 8, (4, 6)), dtype, name="attention")
 
 
 @pytest.mark.parametrize("dim", [1, 20, 26, 72, 128])
 def test_disentangled_attention_head_dims(backend, dim):
+    if backend.name == "triton" and dim in (1, 26, 72):
+        pytest.skip("its dims are padded alike, and the interpreter is slow")
     op, reference = both([7, 35])
-    op_check(op, reference, inputs([7, 35], 2, dim), torch.float32, name="attention")
+    op_check(op, reference, inputs([7, 35], 1, dim), torch.float32, name="attention")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_disentangled_attention_dropout_mask(backend, p, dtype):
     op, reference = both([6, 40], dropout_p=p, site=8, rng_state=RNG)
-    op_check(op, reference, inputs([6, 40], 2, 8), dtype, name="attention")
+    heads = 1 if backend.name == "triton" else 2
+    op_check(op, reference, inputs([6, 40], heads, 8), dtype, name="attention")
 
 
 def test_disentangled_attention_drops_everything(backend):
-    op, _ = both([6, 40], dropout_p=1.0, site=8, rng_state=RNG)
-    leaves = {name: t.requires_grad_() for name, t in inputs([6, 40], 2, 8).items()}
+    op, _ = both([6, 20], dropout_p=1.0, site=8, rng_state=RNG)
+    leaves = {name: t.requires_grad_() for name, t in inputs([6, 20], 1, 8).items()}
     out, _ = op(**leaves)
     out.sum().backward()
     assert not out.any()
@@ -174,8 +177,8 @@ def test_disentangled_attention_drops_everything(backend):
 
 
 def test_disentangled_attention_negative_scale(backend):
-    op, reference = both([9, 40], scale=-0.2)
-    op_check(op, reference, inputs([9, 40], 2, 8), torch.float32, name="attention")
+    op, reference = both([9, 20], scale=-0.2)
+    op_check(op, reference, inputs([9, 20], 1, 8), torch.float32, name="attention")
 
 
 def test_disentangled_attention_noncontiguous(backend):
@@ -185,8 +188,8 @@ def test_disentangled_attention_noncontiguous(backend):
 
 
 def test_disentangled_attention_idle_rows_may_hold_anything(backend):
-    op, _ = both([5, 40])
-    values = inputs([5, 40], 2, 8, idle=3)
+    op, _ = both([25, 20])
+    values = inputs([25, 20], 2, 8, idle=3)
     for name in ("q", "k", "v"):
         values[name][45:] = torch.nan
     leaves = {name: t.requires_grad_() for name, t in values.items()}
@@ -221,10 +224,10 @@ def test_disentangled_attention_empty(backend):
 
 def test_disentangled_attention_deterministic(backend):
     """The same bits in every run, from C++ for any number of threads, the position tables' too."""
-    lengths = [20, 31, 0, 70, 3, 12, 40, 8, 1, 25, 33] if backend.name == "cpu" else [20, 40]
+    lengths = [20, 31, 0, 70, 3, 12, 40, 8, 1, 25, 33] if backend.name == "cpu" else [3, 18]
     op, _ = both(lengths, dropout_p=0.1, site=0, rng_state=RNG)
     # Sixteen heads leave C++ three chains, of several sequences each.
-    values = inputs(lengths, 16 if backend.name == "cpu" else 2, 16)
+    values = inputs(lengths, 16 if backend.name == "cpu" else 1, 16)
     before = torch.get_num_threads()
     results = []
     for threads in (1, 1, 3 if backend.name == "cpu" else 1):
