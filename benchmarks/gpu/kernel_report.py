@@ -159,13 +159,16 @@ def _attention(
 
 def _disentangled(kernel: str) -> Callable[[str, object], dict]:
     def of(dtype: str, target) -> dict:
+        import torch
+
+        names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
         module = _module("disentangled_attention")
         options = {"HAS_KEY": True, "HAS_QUERY": True, "DROPOUT": True, "PRECISION": "ieee"}
         if kernel == "bwd_positions":
             options["OF_KEYS"] = False
         else:
             options["BLOCK_B"] = module.BLOCK_B
-        return {**options, "D": 64, **module.blocks(64, kernel)}
+        return {**options, "D": 64, **module.blocks(64, names[dtype], kernel)}
 
     return of
 
