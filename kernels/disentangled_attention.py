@@ -689,15 +689,16 @@ def _sum_distances_kernel(
     tl.store(dposition_ptr + at, value, mask=d < D)
 
 
-def blocks(head_dim: int, dtype: torch.dtype, kernel: str) -> dict[str, int]:
+def blocks(head_dim: int, dtype: torch.dtype, kernel: str, amd: bool) -> dict[str, int]:
     """Tile size, warps and stages, such that nothing is spilled: the shifts hold three tiles at
     once, the sums of positions another of twice the rows.
 
     Args:
         kernel: `fwd`, `bwd_dq`, `bwd_dkv` or `bwd_positions`.
+        amd: on AMD four warps may have twice the registers each that eight have.
     """
     block_d = max(16, block_of(head_dim, 128))
-    block, warps = 32, 8 if kernel == "bwd_dkv" else 4
+    block, warps = 32, 8 if kernel == "bwd_dkv" and not amd else 4
     if dtype == torch.float32 or kernel == "bwd_positions":
         block, warps = 16, 4
     return {"BLOCK": block, "BLOCK_D": block_d, "num_warps": warps, "num_stages": 1}
@@ -715,8 +716,9 @@ def _settings(q, position_key, position_query, softmax_scale, dropout_p, site):
     }
 
     def constants(kernel: str) -> dict:
+        sizes = blocks(q.shape[-1], q.dtype, kernel, torch.version.hip is not None)
         search = {} if kernel == "bwd_positions" else {"BLOCK_B": BLOCK_B}
-        return {**shared, **blocks(q.shape[-1], q.dtype, kernel), **search}
+        return {**shared, **sizes, **search}
 
     return (softmax_scale, threshold, scale, site), constants
 

@@ -168,7 +168,8 @@ def _disentangled(kernel: str) -> Callable[[str, object], dict]:
             options["OF_KEYS"] = False
         else:
             options["BLOCK_B"] = module.BLOCK_B
-        return {**options, "D": 64, **module.blocks(64, names[dtype], kernel)}
+        sizes = module.blocks(64, names[dtype], kernel, target in HIP_TARGETS)
+        return {**options, "D": 64, **sizes}
 
     return of
 
