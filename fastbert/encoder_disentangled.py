@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fastbert.cache import WeightCache
+from fastbert.cache import WeightCache, kept
 from fastbert.encoder import (
     EncoderLayerSpec,
     dropout_p,
     dropout_rows,
     encoder_layer,
+    is_plain_dropout,
     is_plain_linear,
     linear,
     stacked_linear,
@@ -117,19 +118,25 @@ def _projected(spec, hidden_states, cache) -> tuple[tuple[torch.Tensor, ...], to
 
 def _position_tables(positions, spec, rng_state, cache, dtype) -> list[torch.Tensor | None]:
     """Keys and queries `(R, N, D)` of the relative positions, None where there is no such term."""
-    projections = (spec.position_key, spec.position_query)
-    if projections == (None, None):
+    wanted = (spec.position_key, spec.position_query)
+    projections = [p for p in wanted if p is not None]
+    if not projections:
         return [None, None]
-    if dropout_p(spec.position_dropout) > 0:
+    plain = all(map(is_plain_linear, projections))
+    dropped = dropout_p(spec.position_dropout) > 0 or not is_plain_dropout(spec.position_dropout)
+    if dropped:
         site = layer_site(spec.index, PLACE_POSITIONS)
         positions = dropout_rows(spec.position_dropout, positions, site, rng_state)
-    heads = (spec.num_heads, spec.head_dim)
-    if None not in projections and all(map(is_plain_linear, projections)):
-        both = stacked_linear(projections, positions, cache, "positions").to(dtype)
-        return list(both.unflatten(-1, (2, *heads)).unbind(1))
-    return [
-        None
-        if projection is None
-        else linear(projection, positions, cache, key).to(dtype).unflatten(-1, heads)
-        for key, projection in zip(("position_key", "position_query"), projections, strict=True)
-    ]
+
+    def project() -> torch.Tensor:
+        if plain:
+            return stacked_linear(projections, positions, cache, "positions")
+        return torch.cat([projection(positions) for projection in projections], dim=-1)
+
+    features = None
+    if plain and not dropped:
+        sources = [positions, *(t for p in projections for t in p.parameters())]
+        features = kept(cache, ("position tables", dtype), sources, project)
+    features = project() if features is None else features
+    tables = iter(features.to(dtype).unflatten(-1, (-1, spec.num_heads, spec.head_dim)).unbind(1))
+    return [None if projection is None else next(tables) for projection in wanted]
