@@ -313,6 +313,18 @@ FAULTS = {
         "dscores = (dweights * weights).mul_(softmax_scale).to(q.dtype)",
         "tests/ops/test_attention.py",
     ),
+    "logarithmic buckets rounded down": (
+        "fastbert/reference/disentangled_attention.py",
+        "torch.ceil(torch.log(far",
+        "torch.floor(torch.log(far",
+        "tests/ops/test_disentangled_attention.py",
+    ),
+    "DeBERTa packs texts with holes": (
+        "fastbert/models/deberta_v2.py",
+        "is_symbolic(batch.indices) or not rows_are_neighbours(batch)",
+        "is_symbolic(batch.indices)",
+        "tests/models/test_deberta_v2.py",
+    ),
     "erf GELU becomes tanh": (
         "fastbert/models/packed.py",
         'activation is nn.functional.gelu:\n        return "none"',
@@ -456,6 +468,18 @@ FAULTS = {
         "    e = seen_only(keys, c, e);\n",
         "",
         "tests/ops/test_attention.py",
+    ),
+    "C++: terms of position keys not shifted to their keys": (
+        "csrc/cpu/disentangled_attention_kernel.h",
+        "s.by_query + r * wide + kBlock - r",
+        "s.by_query + r * wide + kBlock",
+        "tests/ops/test_disentangled_attention.py",
+    ),
+    "C++: gradients of scores not slanted to their distances": (
+        "csrc/cpu/disentangled_attention_kernel.h",
+        "*lower = upper + step + 1;",
+        "*lower = upper + step;",
+        "tests/ops/test_disentangled_attention.py",
     ),
     "C++: dropout of attention's gradient not scaled": (
         "csrc/cpu/attention_kernel.h",
