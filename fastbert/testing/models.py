@@ -34,6 +34,7 @@ def family_of(name: str) -> str:
     """The key of FAMILIES for the class `name`."""
     return next(f for f in FAMILIES if name.removeprefix(f) in ("Model", *FAMILIES[f]))
 
+
 DEBERTA_HEADS = (
     "DebertaForMaskedLM",
     "DebertaForSequenceClassification",

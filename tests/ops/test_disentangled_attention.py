@@ -146,7 +146,7 @@ def test_disentangled_attention_without_a_term(backend, without):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_disentangled_attention_far_beyond_the_buckets(backend, dtype):
     """Whole blocks of pairs that share the last bucket, on both sides."""
-    length = 170 if backend.name != "triton" else 70
+    length = 170 if backend.name != "triton" else 50
     op, reference = both([length], (4, 6))
     op_check(op, reference, inputs([length], 1, 8, (4, 6)), dtype, name="attention")
 
@@ -160,7 +160,7 @@ def test_disentangled_attention_head_dims(backend, dim):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("p", [0.1, 0.5])
+@pytest.mark.parametrize("p", [0.3])
 def test_disentangled_attention_dropout_mask(backend, p, dtype):
     op, reference = both([6, 40], dropout_p=p, site=8, rng_state=RNG)
     heads = 1 if backend.name == "triton" else 2
@@ -189,7 +189,7 @@ def test_disentangled_attention_noncontiguous(backend):
 
 def test_disentangled_attention_idle_rows_may_hold_anything(backend):
     op, _ = both([25, 20])
-    values = inputs([25, 20], 2, 8, idle=3)
+    values = inputs([25, 20], 1, 8, idle=3)
     for name in ("q", "k", "v"):
         values[name][45:] = torch.nan
     leaves = {name: t.requires_grad_() for name, t in values.items()}
@@ -198,7 +198,7 @@ def test_disentangled_attention_idle_rows_may_hold_anything(backend):
     grad[45:] = torch.nan
     out.backward(grad)
     assert not out[45:].any()
-    assert torch.equal(lse[:, 45:], torch.full((2, 3), -math.inf))
+    assert torch.equal(lse[:, 45:], torch.full((1, 3), -math.inf))
     assert not any(leaves[name].grad[45:].any() for name in ("q", "k", "v"))
     assert all(t.grad.isfinite().all() for t in leaves.values())
 
@@ -247,10 +247,10 @@ def test_disentangled_attention_cross_backend():
     op = OPS["disentangled_attention_fwd"]
     backends = [b for b in BACKENDS if op.has(b) and not not_supported_reasons(op, b, cpu, ())]
     assert backends[0] == "reference"
-    lengths = [5, 0, 40]
+    lengths = [5, 0, 20]
     tensors = inputs(lengths, 1, 16, idle=1).values()
-    options = (relative_buckets(*LOG), cu_seqlens(lengths), 40, 0.15, 0.2, 8, RNG)
-    dout = torch.randn(46, 1, 16)
+    options = (relative_buckets(*LOG), cu_seqlens(lengths), 20, 0.15, 0.2, 8, RNG)
+    dout = torch.randn(26, 1, 16)
     results = []
     for forward in backends:
         with use_backend(disentangled_attention=forward):
