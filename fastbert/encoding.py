@@ -67,7 +67,7 @@ def encode_file(
         "source": [str(source.resolve()), source.stat().st_size, source.stat().st_mtime_ns],
         "column": column,
     }
-    width = embedder.model.config.hidden_size
+    width = embedder.dimension
     done = _go_on(part, notes, identity, width)
     texts = islice(_texts(source, column), done, None)
     vectors = embedder.stream(texts, prompt_name=prompt_name, prompt=prompt, first=done + 1)

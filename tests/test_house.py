@@ -94,7 +94,14 @@ ARROWS = {
     },
     "fastbert.capture": set(),
     "fastbert.graphed_forward": {"fastbert.capture", "fastbert.padding"},
-    "fastbert.embedder": {"fastbert.models", "fastbert.padding"},
+    "fastbert.embedder": {
+        "fastbert.embedding_workers",
+        "fastbert.models",
+        "fastbert.padding",
+        "fastbert.sentence_modules",
+    },
+    "fastbert.embedding_workers": set(),
+    "fastbert.sentence_modules": {"fastbert.ops"},
     "fastbert.encoding": {"fastbert.data", "fastbert.embedder", "fastbert.tasks"},
     "fastbert.optim": {"fastbert.dispatch", "fastbert.optim", "fastbert.peers"},
     "fastbert.train": {

@@ -18,7 +18,11 @@ def encode(
     prompt_name: Annotated[str | None, typer.Option(help="One of the folder's prompts.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Put before every text instead.")] = None,
     pooling: Annotated[
-        str | None, typer.Option(help="mean, cls or max; default: the folder's.")
+        list[str] | None,
+        typer.Option(help="mean, cls, max, ...; may be repeated; default: the folder's."),
+    ] = None,
+    normalize: Annotated[
+        bool | None, typer.Option(help="Vectors of length 1; default: as the folder says.")
     ] = None,
     max_seq_length: Annotated[int | None, typer.Option(help="Tokens of a text.")] = None,
     truncation: Annotated[
@@ -28,6 +32,10 @@ def encode(
     tokens_per_batch: Annotated[int, typer.Option(help="Tokens of a forward.")] = 4096,
     dtype: Annotated[
         str | None, typer.Option(help="float32 or bfloat16; default: the checkpoint's.")
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Processes, each with the model.")] = 1,
+    threads: Annotated[
+        int | None, typer.Option(help="Of each worker; default: the cores, shared out.")
     ] = None,
 ) -> None:
     """Encode a file of texts. Run again after a kill it goes on where it was."""
@@ -42,24 +50,28 @@ def encode(
             raise ValueError(f"dtype must be float32 or bfloat16, got {dtype!r}")
         embedder = Embedder(
             model,
-            pooling=pooling,
+            pooling=pooling or None,
+            normalize=normalize,
             max_seq_length=max_seq_length,
             truncation=truncation,
             stride=stride,
             tokens_per_batch=tokens_per_batch,
             dtype=dtypes[dtype],
+            workers=workers,
+            threads=threads,
         )
-        count = encode_file(
-            embedder,
-            source,
-            target,
-            column=column,
-            keep=keep or None,
-            prompt_name=prompt_name,
-            prompt=prompt,
-            progress=sys.stderr.isatty(),
-        )
-    except (TypeError, ValueError, OSError, ImportError, NotImplementedError) as error:
+        with embedder:
+            count = encode_file(
+                embedder,
+                source,
+                target,
+                column=column,
+                keep=keep or None,
+                prompt_name=prompt_name,
+                prompt=prompt,
+                progress=sys.stderr.isatty(),
+            )
+    except (TypeError, ValueError, OSError, ImportError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from error
     typer.echo(f"{count} vectors in {target}")
 
