@@ -355,7 +355,8 @@ class Embedder:
             max_seqlen=max(lengths),
             first_position=self._first_position,
         )
-        del packed["pooled_rows"]
+        # All rows are real, which without a mask nobody has to look for.
+        del packed["attention_mask"], packed["pooled_rows"]
         device = self.model.device
         packed = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in packed.items()}
         rows = self.model(**packed).last_hidden_state[0].float()

@@ -78,7 +78,8 @@ def pool(
         sums = torch.segment_reduce(kept * weights[:, None], "sum", lengths=counts)
         return sums / torch.segment_reduce(weights, "sum", lengths=counts)[:, None]
 
-    return torch.cat([of(pooling) for pooling in poolings], dim=1)
+    vectors = [of(pooling) for pooling in poolings]
+    return vectors[0] if len(vectors) == 1 else torch.cat(vectors, dim=1)
 
 
 # --- modules behind the pooling -------------------------------------------------------------------

@@ -105,6 +105,7 @@ def test_lowercases_as_sentence_transformers(folder):
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["normalizer"] = None
     _write(folder / "tokenizer.json", tokenizer)
+    _write(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     _write(folder / "sentence_bert_config.json", {"max_seq_length": 256, "do_lower_case": True})
     plain = _assert_equal_to_theirs(folder)
     assert np.array_equal(plain[2], fastbert.Embedder(folder).encode([TEXTS[2].upper()])[0])
@@ -237,11 +238,15 @@ def test_positions_of_robertas_begin_behind_the_padding():
 def test_a_prompt_that_leaves_nothing_is_refused(folder):
     config = {"pooling_mode": "mean", "include_prompt": False, "embedding_dimension": 384}
     _write(folder / "1_Pooling" / "config.json", config)
-    embedder = fastbert.Embedder(folder)
-    assert embedder.encode(["a cat"], prompt="one two: ").shape == (1, 384)
-    # Four pieces with [CLS], which the text's one letter turns into one word.
-    with pytest.raises(ValueError, match="text 0 has 3 tokens, of which 4 of the prompt"):
-        embedder.encode(["r"], prompt="transforme")
+    # Without [SEP], which would be left of a text that is cut at the prompt's end.
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["post_processor"] = None
+    _write(folder / "tokenizer.json", tokenizer)
+    _write(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    short = fastbert.Embedder(folder, max_seq_length=4)
+    assert short.encode(["a cat"], prompt="one two ").shape == (1, 384)
+    with pytest.raises(ValueError, match="text 0 has 4 tokens, of which 4 of the prompt"):
+        short.encode(["a cat"], prompt="one two three four ")
 
 
 DENSE = {"in_features": 384, "out_features": 2}
