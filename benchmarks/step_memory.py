@@ -11,7 +11,6 @@ import argparse
 import gc
 import json
 import multiprocessing
-import re
 import sys
 import tempfile
 from itertools import islice
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from .memory import begin_peak, peak, resident
 from .models.pretraining import collator, features_of, full_and_ragged, step_of, stream, tokens_of
 from .models.twins import twins
 from .shapes import BASE
@@ -33,20 +33,10 @@ KINDS = {
 }
 
 
-def _status(field: str) -> int:
-    """Bytes of a line of the process' status: VmRSS now, VmHWM at most."""
-    text = Path("/proc/self/status").read_text()
-    return int(re.search(rf"{field}:\s+(\d+) kB", text).group(1)) << 10
-
-
-def _begin_anew() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
 def _measure(kind: str, options: dict, layers: int, batches: list[dict], tokenizer) -> dict:
     """Bytes of one side: of the state, and of the peak above it."""
     gc.collect()
-    before = _status("VmRSS")
+    before = resident()
     models = twins("BertForMaskedLM", {**BASE, "num_hidden_layers": layers})
     model = models.pop(kind)
     models.clear()
@@ -57,10 +47,10 @@ def _measure(kind: str, options: dict, layers: int, batches: list[dict], tokeniz
         batches = [collate(features_of(inputs)) for inputs in batches]
     for inputs in batches[:WARM_UP]:
         step(inputs)
-    _begin_anew()
+    begin_peak()
     step(batches[WARM_UP])
     state = 4 * sum(p.numel() * p.element_size() for p in model.parameters())
-    return {"state": state, "above": _status("VmHWM") - before - state}
+    return {"state": state, "above": peak() - before - state}
 
 
 def _child(connection, *arguments) -> None:
