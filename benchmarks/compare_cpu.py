@@ -12,16 +12,18 @@ tokens, `streaming` one pass over the bytes of the weights.
 
 A library that is missing is an error, unless --peers leaves it out. Models, exported graphs,
 references and what torch.compile caches are made once in build/inference; `--prepare` does only
-that, takes about ten minutes, and need not have the machine to itself. `--profile` prints where a
+that, takes some minutes, and need not have the machine to itself. `--profile` prints where a
 call of fastbert's spends its time instead.
 """
 
 import argparse
 import importlib.util
 import json
+import os
 import platform
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -38,6 +40,7 @@ from benchmarks.inference.cases import (  # noqa: E402
     MODELS,
     SENTENCES,
     Case,
+    weight_elements,
 )
 from benchmarks.inference.processes import Sample, Side  # noqa: E402
 from benchmarks.ladder import CHECKPOINT, machine  # noqa: E402
@@ -52,7 +55,7 @@ PEERS = {
     "sentence-transformers": ("sentence_transformers",),
 }
 LEAST, AGAIN = 0.25, 2
-BUDGET = 20.0
+BUDGET = 15.0
 """Seconds of a case's rounds, at which it goes on after three of them."""
 
 
@@ -132,14 +135,9 @@ class Comparison:
         for key in [key for key in self.sides if key not in needed]:
             self.sides.pop(key).close()
         keys = [(name, case.model) for name in self.names[case.name]]
-        texts = self.texts if case.batch == SENTENCES else None
-        new = [key for key in keys if key not in self.sides]
-        for key in new:
-            name, model = key
-            folder, settings = self.folder(case), self.settings[model]
-            self.sides[key] = Side(ALL[name], folder, settings, texts)
-        for key in new:
-            self.sides[key].wait()
+        new = [self.start(name, case) for name, model in keys if (name, model) not in self.sides]
+        for side in new:
+            side.wait()
         return {name: self.sides[name, model] for name, model in keys}
 
     def close(self) -> None:
@@ -148,13 +146,33 @@ class Comparison:
             side.close()
 
     def compile_ahead(self) -> None:
-        """The first calls that take minutes, so that their caches are filled."""
+        """First calls that take minutes, of all shapes, the sides at once: compiling is one thread.
+
+        Their processes stay for the cases.
+        """
+        wanted: dict[tuple[str, str], list[Case]] = {}
         for case in self.cases:
-            for name, side in self.started(case).items():
+            for name in self.names[case.name]:
                 if ALL[name].compiles:
-                    print(
-                        f"{case.name}: {name}: {side.prepare(case)['first_call']:.0f} s", flush=True
-                    )
+                    wanted.setdefault((name, case.model), []).append(case)
+
+        def compile_all(item) -> None:
+            (name, model), cases = item
+            side = self.start(name, cases[0])
+            side.wait()
+            for case in cases:
+                seconds = side.prepare(case)["first_call"]
+                print(f"{case.name}: {name}: {seconds:.0f} s to compile", flush=True)
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            list(threads.map(compile_all, wanted.items()))
+
+    def start(self, name: str, case: Case) -> Side:
+        """A participant's process for a case's model."""
+        texts = self.texts if case.batch == SENTENCES else None
+        side = Side(ALL[name], self.folder(case), self.settings[case.model], texts)
+        self.sides[name, case.model] = side
+        return side
 
     def measure(self, case: Case, rounds: int) -> dict:
         """All sides in turn."""
@@ -235,10 +253,10 @@ def main() -> int:
     facts |= {p: version(p) for p in arguments.peers if p not in ("torch.compile", "transformers")}
     comparison.make_files()
     try:
-        if arguments.prepare:
-            comparison.compile_ahead()
-        elif arguments.profile:
+        if arguments.profile:
             show_profile(comparison)
+        else:
+            comparison.compile_ahead()
         for case in [] if arguments.prepare or arguments.profile else cases:
             start = time.perf_counter()
             rows[case.name] = comparison.measure(case, 1 if arguments.quick else arguments.rounds)
