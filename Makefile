@@ -90,7 +90,7 @@ env: .venv/.installed
 
 # The build sees the torch it compiles against: no isolation.
 .venv/.installed: .venv/.created pyproject.toml setup.py $(SOURCES)
-	$(PIP) --no-build-isolation -e ".[test,bench,demo]"
+	$(PIP) --no-build-isolation -e ".[test,demo]"
 	@touch $@
 
 build/models/.installed: .venv/.created

@@ -156,16 +156,16 @@ class Comparison:
                 if ALL[name].compiles:
                     wanted.setdefault((name, case.model), []).append(case)
 
-        def compile_all(item) -> None:
-            (name, model), cases = item
-            side = self.start(name, cases[0])
-            side.wait()
-            for case in cases:
-                seconds = side.prepare(case)["first_call"]
-                print(f"{case.name}: {name}: {seconds:.0f} s to compile", flush=True)
+        sides = {key: self.start(key[0], cases[0]) for key, cases in wanted.items()}
+
+        def compile_all(key: tuple[str, str]) -> None:
+            sides[key].wait()
+            for case in wanted[key]:
+                seconds = sides[key].prepare(case)["first_call"]
+                print(f"{case.name}: {key[0]}: {seconds:.0f} s to compile", flush=True)
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            list(threads.map(compile_all, wanted.items()))
+            list(threads.map(compile_all, wanted))
 
     def start(self, name: str, case: Case) -> Side:
         """A participant's process for a case's model."""
