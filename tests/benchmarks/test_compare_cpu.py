@@ -68,7 +68,7 @@ def test_a_wrong_result_is_not_timed(comparison):
     case = next(c for c in cases.CASES if c.name == "bf16 dense 1x16")
     script.check(case, {"fastbert bf16": {"error": 0.01}, "floor bf16": {"error": None}})
     for wrong in (0.1, float("nan")):
-        with pytest.raises(AssertionError, match="1x16: fastbert bf16: error .* allowed 5e-02"):
+        with pytest.raises(AssertionError, match=r"1x16: fastbert bf16: error .* allowed 5e-02"):
             script.check(case, {"fastbert bf16": {"error": wrong}})
 
 
@@ -100,6 +100,7 @@ def test_sentences_are_spread_over_the_texts(comparison, tmp_path):
         embedding.sentences([path])
 
 
+@pytest.mark.slow
 def test_command_runs(tmp_path):
     """Quick, with the peers every installation has."""
     result, picture = tmp_path / "result.json", tmp_path / "result.png"
