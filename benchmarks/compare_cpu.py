@@ -262,7 +262,8 @@ def main() -> int:
             rows[case.name] = comparison.measure(case, 1 if arguments.quick else arguments.rounds)
             taken = time.perf_counter() - start
             print(report.markdown({case.name: rows[case.name]}, {}).strip(), flush=True)
-            print(f"({taken:.0f} s)\n", flush=True)
+            note = "; quick: no figure of this means anything" if arguments.quick else ""
+            print(f"({taken:.0f} s{note})\n", flush=True)
     finally:
         comparison.close()
     if arguments.json:
