@@ -82,9 +82,9 @@ def verdict_of_memory(case: Case, name: str, prepared: dict, settings: dict) -> 
     return {"text": text, "figure": figure, "reached": figure <= bound}
 
 
-def markdown(rows: dict[str, dict], machine: dict) -> str:
+def markdown(rows: dict[str, dict]) -> str:
     """A table for each case and what became of its targets."""
-    lines = [", ".join(f"{name} {value}" for name, value in machine.items()), ""]
+    lines = []
     for name, result in rows.items():
         lines += [f"### {name}", "", "| | ms | first call, s | error | MiB | disturbed |"]
         lines += ["|---|---|---|---|---|---|"]
@@ -106,7 +106,7 @@ def plot(rows: dict[str, dict], path: Path) -> None:
     """Milliseconds of every side, a panel a case."""
     import matplotlib.figure
 
-    columns = 3
+    columns = min(3, len(rows))
     height = -(-len(rows) // columns)
     figure = matplotlib.figure.Figure(figsize=(6 * columns, 3.2 * height), layout="constrained")
     panels = figure.subplots(height, columns, squeeze=False).ravel()
