@@ -66,6 +66,9 @@ def encode(
         for cache, first in zip(caches, range(0, len(weights), 6), strict=True)
         for key, part in PACKED
     ]
+    if any(t is None or t.dtype != torch.uint8 for t in packed_weights):
+        # Another thread, which has bound another backend, packed them for its own arithmetic.
+        return None
     arguments = (hidden_states, weights, biases, norms, packed_weights, batch.cu_seqlens_q)
     op = dispatch.OPS["encoder_fwd"]
     if dispatch.not_supported_reasons(op, "cpu", hidden_states.device, arguments):
