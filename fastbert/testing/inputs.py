@@ -81,6 +81,25 @@ OF_FAMILY = {
         "hidden_dropout_prob": 0.1,
         "attention_probs_dropout_prob": 0.1,
     },
+    # 4 buckets to each side for up to 9 distances.
+    "DebertaV2": {
+        "relative_attention": True,
+        "position_buckets": 4,
+        "max_relative_positions": 9,
+        "pos_att_type": ["p2c", "c2p"],
+        "share_att_key": True,
+        "norm_rel_ebd": "layer_norm",
+        "position_biased_input": False,
+        "type_vocab_size": 2,
+    },
+    # Up to 9 distances told apart.
+    "Deberta": {
+        "relative_attention": True,
+        "max_relative_positions": 9,
+        "pos_att_type": ["c2p", "p2c"],
+        "position_biased_input": False,
+        "type_vocab_size": 2,
+    },
 }
 
 
@@ -115,46 +134,3 @@ def small_modernbert_config(**overrides) -> transformers.ModernBertConfig:
         "local_attention": 8,
     }
     return small_config("ModernBert", **{**settings, **overrides})
-
-
-def small_deberta_v2_config(**overrides) -> transformers.DebertaV2Config:
-    """A DeBERTa-v3 of 3 layers, 48 features, 4 heads, 99 tokens, 4 buckets to each side for up to
-    9 distances; token types, which v3 has not; anything overridable."""
-    settings = {
-        "hidden_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "intermediate_size": 96,
-        "vocab_size": 99,
-        "max_position_embeddings": 64,
-        "type_vocab_size": 2,
-        "relative_attention": True,
-        "position_buckets": 4,
-        "max_relative_positions": 9,
-        "pos_att_type": ["p2c", "c2p"],
-        "share_att_key": True,
-        "norm_rel_ebd": "layer_norm",
-        "position_biased_input": False,
-        "num_labels": 3,
-    }
-    return transformers.DebertaV2Config(**{**settings, **overrides})
-
-
-def small_deberta_config(**overrides) -> transformers.DebertaConfig:
-    """A first DeBERTa of 3 layers, 48 features, 4 heads, 99 tokens, up to 9 distances told apart;
-    anything overridable."""
-    settings = {
-        "hidden_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "intermediate_size": 96,
-        "vocab_size": 99,
-        "max_position_embeddings": 64,
-        "type_vocab_size": 2,
-        "relative_attention": True,
-        "max_relative_positions": 9,
-        "pos_att_type": ["c2p", "p2c"],
-        "position_biased_input": False,
-        "num_labels": 3,
-    }
-    return transformers.DebertaConfig(**{**settings, **overrides})

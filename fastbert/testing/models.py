@@ -24,32 +24,19 @@ FAMILIES = {
     "Electra": (*TASKS, "ForPreTraining"),
     "DistilBert": TASKS,
     "Albert": (*TASKS, "ForPreTraining"),
+    "Deberta": tuple(task for task in TASKS if task != "ForMultipleChoice"),
+    "DebertaV2": TASKS,
 }
 """Prefixes of the class names, and what stands behind them."""
 HEADS = tuple(f"Bert{task}" for task in FAMILIES["Bert"])
 MODERNBERT_HEADS = tuple(f"ModernBert{task}" for task in FAMILIES["ModernBert"])
+DEBERTA_HEADS = tuple(f"Deberta{task}" for task in FAMILIES["Deberta"])
+DEBERTA_V2_HEADS = tuple(f"DebertaV2{task}" for task in FAMILIES["DebertaV2"])
 
 
 def family_of(name: str) -> str:
     """The key of FAMILIES for the class `name`."""
     return next(f for f in FAMILIES if name.removeprefix(f) in ("Model", *FAMILIES[f]))
-
-
-DEBERTA_HEADS = (
-    "DebertaForMaskedLM",
-    "DebertaForSequenceClassification",
-    "DebertaForTokenClassification",
-    "DebertaForQuestionAnswering",
-)
-
-
-DEBERTA_V2_HEADS = (
-    "DebertaV2ForMaskedLM",
-    "DebertaV2ForSequenceClassification",
-    "DebertaV2ForTokenClassification",
-    "DebertaV2ForQuestionAnswering",
-    "DebertaV2ForMultipleChoice",
-)
 
 
 def lively_(model: torch.nn.Module, seed: int) -> None:

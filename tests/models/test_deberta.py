@@ -10,7 +10,7 @@ from fastbert.ops.philox import row_keep_mask, score_keep_mask
 from fastbert.reference.philox import SITE_EMBEDDING
 from fastbert.testing.compare import assert_close_to_oracle, compare_gradients
 from fastbert.testing.counters import assert_ran
-from fastbert.testing.inputs import padded_batch, small_deberta_config
+from fastbert.testing.inputs import padded_batch, small_config
 from fastbert.testing.models import (
     DEBERTA_HEADS,
     assert_packed,
@@ -25,7 +25,8 @@ COUNTER = "deberta_model"
 
 def _config(**overrides):
     nothing = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return small_deberta_config(**{**nothing, **overrides})
+    size = {"num_hidden_layers": 3, "hidden_size": 48}
+    return small_config("Deberta", **{**size, **nothing, **overrides})
 
 
 def _batch(name, config, lengths=LENGTHS):

@@ -17,7 +17,7 @@ from fastbert.padding import pack
 from fastbert.reference.philox import SITE_EMBEDDING
 from fastbert.testing.compare import assert_close_to_oracle, compare_gradients
 from fastbert.testing.counters import assert_ran
-from fastbert.testing.inputs import padded_batch, small_deberta_v2_config
+from fastbert.testing.inputs import padded_batch, small_config
 from fastbert.testing.memory import saved_bytes
 from fastbert.testing.models import (
     DEBERTA_V2_HEADS,
@@ -34,7 +34,8 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def _config(**overrides):
-    return small_deberta_v2_config(**{**NO_DROPOUT, **overrides})
+    size = {"num_hidden_layers": 3, "hidden_size": 48}
+    return small_config("DebertaV2", **{**size, **NO_DROPOUT, **overrides})
 
 
 def _batch(name, config, lengths=LENGTHS, side="right", seed=1):
