@@ -38,7 +38,7 @@ __device__ __forceinline__ Pack<T> load_pack(const T* at) {
 template <typename T>
 __device__ __forceinline__ void store_pack(T* at, const Pack<T>& pack) {
   check_aligned(at, sizeof(Pack<T>));
-  *reinterpret_cast<Pack<T>*>(at) = pack;
+  store_16(at, &pack);
 }
 
 // Of a chunk whose first column is `column`, those of `columns` that exist; the others are 0. With

@@ -8,6 +8,7 @@
 
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -72,6 +73,16 @@ __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.com
 template <int kGroupsInFlight>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroupsInFlight) : "memory");
+}
+
+// One store of 16 bytes to global memory. Assigned as a struct, packs of halves were stored in four
+// pieces (sm_80, sm_90).
+__device__ __forceinline__ void store_16(void* to, const void* from) {
+  uint4 w;
+  memcpy(&w, from, sizeof w);
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
+               "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w)
+               : "memory");
 }
 
 __device__ __forceinline__ void check_aligned(const void*, size_t) {}

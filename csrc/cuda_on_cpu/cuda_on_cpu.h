@@ -195,6 +195,8 @@ void copy_async_wait() {
   cuda_on_cpu::copy_async_wait(kGroupsInFlight);
 }
 
+inline void store_16(void* to, const void* from) { std::memcpy(to, from, 16); }
+
 inline void check_aligned(const void* at, size_t alignment) {
   cuda_on_cpu::check_aligned(at, alignment);
 }
