@@ -65,7 +65,8 @@ __global__ void __launch_bounds__(kRowThreads) cross_entropy_fwd_kernel(const Cr
 
 // Each slice of threads is a part of its own.
 template <typename T>
-__global__ void __launch_bounds__(kLanes* kSlices) cross_entropy_bwd_kernel(const CrossEntropy a) {
+__global__ void __launch_bounds__(kLanes* kSlices, 2)
+    cross_entropy_bwd_kernel(const CrossEntropy a) {
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * kLanes + threadIdx.x) * kChunk;
   const int64_t part = static_cast<int64_t>(blockIdx.y) * kSlices + threadIdx.y;
   const int64_t last = (part + 1) * a.parts.rows;
