@@ -6,6 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from benchmarks import harness
+from benchmarks.gpu import timings
+from fastbert import dispatch, extension
+from fastbert.ops.bias_gelu import bias_gelu
+from fastbert.testing.counters import assert_ran
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,3 +71,28 @@ def test_benchmark_refuses_a_wrong_result(tmp_path, broken):
     )
     assert run.returncode != 0
     assert message in run.stdout
+
+
+def test_benchmarks_time_the_kernels_of_a_gpu(monkeypatch):
+    """Where there is one: Triton's and those in CUDA C++ that are built, and not the CPU's."""
+    monkeypatch.setattr(harness, "DEVICE", torch.device("cuda"))
+    monkeypatch.setattr(dispatch, "_triton_reasons", lambda device: [])
+    monkeypatch.setattr(dispatch, "_capability_reasons", lambda language, device: [])
+    for name in ("unpad", "pad"):
+        monkeypatch.setitem(dispatch._built, (name, "cuda"), None)
+    assert harness.providers("unpad") == ["reference", "triton", "cuda", "torch"]
+    monkeypatch.setitem(dispatch._built, ("pad", "cuda"), "not built")
+    assert harness.providers("unpad") == ["reference", "triton", "torch"]
+
+
+def test_gpu_script_times_both_languages():
+    """Forward and backward run the kernels they are named after."""
+    if extension.load("_C_emulated") is not None:
+        pytest.skip("the emulated CUDA kernels are not built")
+    x = torch.randn(3, 8, requires_grad=True)
+    functions = {timings.OURS: lambda: bias_gelu(x, None, approximate="none")}
+    cases = list(timings._both("bias_gelu", functions, [x], ("bytes", 1, 1)))
+    for way, (name, timed, *_) in zip(("fwd", "bwd"), cases, strict=True):
+        assert timed.keys() == {timings.OURS, timings.OURS_IN_CUDA}, name
+        with assert_ran(f"bias_gelu_{way}", "cuda_emulated"):
+            timed[timings.OURS_IN_CUDA]()

@@ -9,7 +9,8 @@ STATE = torch.tensor([1, 2])
 
 
 def rivals(cases) -> dict[str, set[str]]:
-    return {name: set(functions) - {"fastbert", "torch"} for name, functions, *_ in cases}
+    others = {timings.OURS, timings.OURS_IN_CUDA, "torch"}
+    return {name: set(functions) - others for name, functions, *_ in cases}
 
 
 def test_attention_is_timed_against_those_that_can(flash_attn):
