@@ -856,18 +856,19 @@ def _sum_distances(table, sums, buckets, num_blocks, block, falling) -> torch.Te
     """The gradient of a table's rows from sums by diagonal and distance."""
     gradient = torch.empty_like(table, memory_format=torch.contiguous_format)
     rows, num_heads, head_dim = table.shape
-    _sum_distances_kernel[(rows, num_heads)](
-        sums,
-        gradient,
-        buckets,
-        buckets.shape[0] // 2,
-        num_blocks,
-        num_heads,
-        FALLING=falling,
-        D=head_dim,
-        BLOCK_D=max(16, block_of(head_dim, 128)),
-        BLOCK=block,
-        STEP=STEP,
-        BLOCK_M=BLOCK_M,
-    )
+    with on_device(table):
+        _sum_distances_kernel[(rows, num_heads)](
+            sums,
+            gradient,
+            buckets,
+            buckets.shape[0] // 2,
+            num_blocks,
+            num_heads,
+            FALLING=falling,
+            D=head_dim,
+            BLOCK_D=max(16, block_of(head_dim, 128)),
+            BLOCK=block,
+            STEP=STEP,
+            BLOCK_M=BLOCK_M,
+        )
     return gradient

@@ -31,6 +31,8 @@ PRINTED = re.compile(r"^\s*print\(.*\)  # (.+)$", re.MULTILINE)
 QUICK = "quick.yaml"
 # Pages that show how something is called and are covered by tests of their own.
 ELSEWHERE = {
+    "cpu_inference.md": "tests/test_embedder.py",
+    "distillation.md": "tests/train/test_distillation.py",
     "graphs.md": "tests/train/test_graphed_step.py",
     "peers.md": "tests/peers",
 }
@@ -80,8 +82,8 @@ def _for_pretraining(folder, checkpoint):
 def _for_families(folder, checkpoint):
     """A family without a class of ours."""
     config = small_bert_config().to_diff_dict()
-    electra = transformers.ElectraConfig(**config, embedding_size=48)
-    transformers.ElectraModel(electra).save_pretrained(folder / "electra")
+    ernie = transformers.ErnieConfig(**config)
+    transformers.ErnieModel(ernie).save_pretrained(folder / "ernie")
     return {}
 
 
