@@ -8,12 +8,13 @@ import torch
 from fastbert import use_backend
 from fastbert.dispatch import OPS, not_supported_reasons
 from fastbert.reference.philox import SITE_EMBEDDING
-from fastbert.testing.compare import assert_bitwise_equal, compare_gradients
+from fastbert.testing.compare import assert_bitwise_equal
 from fastbert.testing.counters import assert_ran
-from fastbert.testing.dropout import StreamDropout, stream_attention_dropout
+from fastbert.testing.dropout import StreamDropout
 from fastbert.testing.inputs import padded_batch, small_bert_config
 from fastbert.testing.memory import saved_bytes
 from fastbert.testing.models import assert_packed, gradients, head_inputs, model_pair
+from fastbert.testing.parity import check_dropout_parity
 
 LENGTHS = (9, 1, 16, 5)
 
@@ -79,19 +80,7 @@ def test_dropout_is_where_transformers_has_it():
     for index, layer in enumerate(theirs.bert.encoder.layer):
         layer.attention.output.dropout = StreamDropout(rng_state, [8 * index + 1], p)
         layer.output.dropout = StreamDropout(rng_state, [8 * index + 2], p)
-    with assert_packed():
-        mine = ours(**inputs, rng_state=rng_state)
-    with stream_attention_dropout(rng_state, config.num_hidden_layers):
-        expected = theirs(**inputs)
-    torch.testing.assert_close(mine.loss, expected.loss, rtol=1e-5, atol=1e-5)
-    mine.loss.backward()
-    expected.loss.backward()
-    compare_gradients(
-        gradients(ours),
-        {k: v.double() for k, v in gradients(theirs).items()},
-        gradients(theirs),
-        op="model",
-    )
+    check_dropout_parity(ours, theirs, inputs, rng_state)
 
 
 def test_dropout_follows_the_generator():

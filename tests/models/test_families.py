@@ -21,9 +21,9 @@ from fastbert.reference.philox import (
     SITE_EMBEDDING,
     layer_site,
 )
-from fastbert.testing.compare import assert_bitwise_equal, compare_gradients
+from fastbert.testing.compare import assert_bitwise_equal
 from fastbert.testing.counters import assert_ran
-from fastbert.testing.dropout import StreamDropout, stream_attention_dropout
+from fastbert.testing.dropout import StreamDropout
 from fastbert.testing.inputs import padded_batch, small_config
 from fastbert.testing.models import (
     FAMILIES,
@@ -33,7 +33,7 @@ from fastbert.testing.models import (
     head_inputs,
     model_pair,
 )
-from fastbert.testing.parity import check_parity
+from fastbert.testing.parity import check_dropout_parity, check_parity
 
 LENGTHS = (9, 1, 16, 5)
 COUNTERS = {
@@ -161,15 +161,7 @@ def test_dropout_is_where_transformers_has_it(family):
             if owner is not None:
                 sites = [layer_site(layer, place) for layer in used_at]
                 setattr(*owner, StreamDropout(rng_state, sites, p))
-    with assert_packed(COUNTERS[family]):
-        mine = ours(**inputs, rng_state=rng_state)
-    with stream_attention_dropout(rng_state, num_layers):
-        expected = theirs(**inputs)
-    torch.testing.assert_close(mine.loss, expected.loss, rtol=1e-5, atol=1e-5)
-    mine.loss.backward()
-    expected.loss.backward()
-    oracle = {k: v.double() for k, v in gradients(theirs).items()}
-    compare_gradients(gradients(ours), oracle, gradients(theirs), op="model")
+    check_dropout_parity(ours, theirs, inputs, rng_state, counter=COUNTERS[family])
 
 
 @pytest.mark.parametrize("family", LEADING)

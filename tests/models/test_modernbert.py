@@ -15,12 +15,11 @@ import fastbert
 from fastbert.padding import pack
 from fastbert.reference.philox import SITE_EMBEDDING
 from fastbert.testing import models
-from fastbert.testing.compare import compare_gradients
-from fastbert.testing.dropout import StreamDropout, stream_attention_dropout
+from fastbert.testing.dropout import StreamDropout
 from fastbert.testing.inputs import padded_batch, small_modernbert_config
 from fastbert.testing.memory import saved_bytes
 from fastbert.testing.models import MODERNBERT_HEADS, assert_packed, gradients, head_inputs
-from fastbert.testing.parity import check_parity
+from fastbert.testing.parity import check_dropout_parity, check_parity
 
 # Longer than the window reaches, one token, shorter.
 LENGTHS = (19, 1, 16, 5)
@@ -234,19 +233,7 @@ def test_dropout_is_where_transformers_has_it():
     for index, layer in enumerate(theirs.model.layers):
         layer.attn.out_drop = StreamDropout(rng_state, [8 * index + 1], p)
         layer.mlp.drop = StreamDropout(rng_state, [8 * index + 3], p)
-    with assert_packed(COUNTER):
-        mine = ours(**inputs, rng_state=rng_state)
-    with stream_attention_dropout(rng_state, config.num_hidden_layers):
-        expected = theirs(**inputs)
-    torch.testing.assert_close(mine.loss, expected.loss, rtol=1e-5, atol=1e-5)
-    mine.loss.backward()
-    expected.loss.backward()
-    compare_gradients(
-        gradients(ours),
-        {k: v.double() for k, v in gradients(theirs).items()},
-        gradients(theirs),
-        op="model",
-    )
+    check_dropout_parity(ours, theirs, inputs, rng_state, counter=COUNTER)
 
 
 def test_memory_grows_with_the_length():
