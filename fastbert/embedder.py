@@ -16,6 +16,7 @@ from torch import nn
 
 from fastbert import embedding_workers
 from fastbert.models.accelerate import accelerate
+from fastbert.models.packed_model import PackedModel
 from fastbert.padding import pack
 from fastbert.sentence_modules import Dense, Normalize, check_poolings, pool, read_folder
 
@@ -112,7 +113,7 @@ class Embedder:
         tokenizer = AutoTokenizer.from_pretrained(self._folder.model)
         if not tokenizer.is_fast:
             raise ValueError(f"{folder} has no fast tokenizer; save one with a tokenizer.json")
-        self._first_position, positions = positions_of(self.model)
+        positions = positions_of(self.model)
         self.max_seq_length = max_seq_length or self._folder.max_seq_length
         if self.max_seq_length is None:
             self.max_seq_length = min(positions, tokenizer.model_max_length)
@@ -353,7 +354,7 @@ class Embedder:
             num_tokens=sum(lengths),
             num_sequences=len(ids),
             max_seqlen=max(lengths),
-            first_position=self._first_position,
+            first_position=self.model.first_position,
         )
         # All rows are real, which without a mask nobody has to look for.
         del packed["attention_mask"], packed["pooled_rows"]
@@ -364,17 +365,15 @@ class Embedder:
         return self._behind(pool(rows, sizes, self.poolings, skipped=skipped))
 
 
-def positions_of(model: nn.Module) -> tuple[int, int]:
-    """The number of a text's first position, and how many the model has.
+def positions_of(model: PackedModel) -> int:
+    """How many positions a text may have.
 
     RoBERTa's (Liu et al. 2019) begin behind the padding token's id, so a table of 514 rows serves
     512.
     """
     table = getattr(model.embeddings, "position_embeddings", None)
-    if table is None:
-        return 0, model.config.max_position_embeddings
-    first = 0 if table.padding_idx is None else table.padding_idx + 1
-    return first, table.num_embeddings - first
+    rows = model.config.max_position_embeddings if table is None else table.num_embeddings
+    return rows - model.first_position
 
 
 def _in_order(tasks: Iterable[Future], ahead: int) -> Iterator:

@@ -230,9 +230,10 @@ def test_the_folders_length_is_held_to_the_positions(folder):
 def test_positions_of_robertas_begin_behind_the_padding():
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     sizes |= {"intermediate_size": 8, "vocab_size": 9, "max_position_embeddings": 514}
-    roberta = transformers.RobertaModel(transformers.RobertaConfig(pad_token_id=1, **sizes))
-    bert = transformers.BertModel(transformers.BertConfig(**sizes))
-    assert positions_of(roberta) == (2, 512) and positions_of(bert) == (0, 514)
+    roberta = fastbert.RobertaModel(transformers.RobertaConfig(pad_token_id=1, **sizes))
+    bert = fastbert.BertModel(transformers.BertConfig(**sizes))
+    assert (roberta.first_position, positions_of(roberta)) == (2, 512)
+    assert (bert.first_position, positions_of(bert)) == (0, 514)
 
 
 def test_a_prompt_that_leaves_nothing_is_refused(folder):
