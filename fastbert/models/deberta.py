@@ -7,7 +7,7 @@ from transformers.models.deberta import modeling_deberta as modeling
 
 from fastbert.encoder import PLAIN_NORMS
 from fastbert.encoder_disentangled import DisentangledLayerSpec
-from fastbert.models.accelerate import register_conversions
+from fastbert.models.accelerate import register_conversions, register_family
 from fastbert.models.deberta_v2 import (
     DisentangledLayer,
     DisentangledMaskedLMHead,
@@ -16,7 +16,6 @@ from fastbert.models.deberta_v2 import (
     PooledHead,
 )
 from fastbert.models.heads import QuestionAnsweringHead, TokenClassificationHead
-from fastbert.models.signature import transformers_signature
 
 
 class DebertaLayerNorm(modeling.DebertaLayerNorm):
@@ -122,6 +121,5 @@ HEADS = (
     DebertaForTokenClassification,
     DebertaForQuestionAnswering,
 )
-for _class in (DebertaModel, *HEADS):
-    _class.forward = transformers_signature(getattr(transformers, _class.__name__))(_class.forward)
-register_conversions(DebertaLayerNorm, DebertaLayer, DebertaModel, *HEADS)
+register_conversions(DebertaLayerNorm)
+register_family(DebertaLayer, DebertaModel, *HEADS)

@@ -11,7 +11,6 @@ distances count padded positions.
 """
 
 import threading
-from typing import NamedTuple
 
 import torch
 import transformers
@@ -22,23 +21,24 @@ from transformers.models.deberta_v2 import modeling_deberta_v2 as modeling
 from fastbert import dispatch
 from fastbert.cache import CachesWeights, kept
 from fastbert.encoder import (
-    add_norm,
     dropout_p,
-    is_ordinary,
     is_plain_dropout,
-    is_plain_linear,
     is_plain_norm,
     is_unhooked,
 )
 from fastbert.encoder_disentangled import DisentangledLayerSpec, disentangled_layer
-from fastbert.models.accelerate import register_conversions
+from fastbert.models.accelerate import register_family
+from fastbert.models.embedding import embed_rows
 from fastbert.models.heads import (
     MaskedLMHead,
     QuestionAnsweringHead,
+    TableDecoder,
     TaskHead,
     TokenClassificationHead,
+    VocabularyParts,
+    positions_like,
 )
-from fastbert.models.inputs import check_ids, check_tensors
+from fastbert.models.inputs import check_ids
 from fastbert.models.packed import (
     PACKED_KEYWORDS,
     gelu_form,
@@ -47,12 +47,8 @@ from fastbert.models.packed import (
     packed_by_caller,
 )
 from fastbert.models.packed_model import PackedModel, tokens_of
-from fastbert.models.signature import transformers_signature
-from fastbert.ops.embed_layer_norm import embed_layer_norm
-from fastbert.ops.linear_gelu import linear_gelu
 from fastbert.ops.philox import draw_rng_state
 from fastbert.padding import PackedBatch, pack_batch, restarting_positions, rows_are_neighbours
-from fastbert.reference.philox import SITE_EMBEDDING
 
 # --- layer ----------------------------------------------------------------------------------------
 
@@ -188,27 +184,8 @@ class DisentangledModel(PackedModel):
     encoder_type: type
     embeddings_type: type
 
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        token_type_ids=None,
-        position_ids=None,
-        inputs_embeds=None,
-        **kwargs,
-    ):
-        kwargs = {**getattr(_beside_signature, "keywords", {}), **kwargs}
-        inputs = {
-            "input_ids": input_ids,
-            "token_type_ids": token_type_ids,
-            "position_ids": position_ids,
-            "inputs_embeds": inputs_embeds,
-        }
-        check_tensors(**inputs, cu_seq_lens_q=kwargs.get("cu_seq_lens_q"))
-        reason = self.why_not_packed(attention_mask, kwargs)
-        if reason is not None:
-            return self.forward_padded(reason, inputs, attention_mask, kwargs)
-        return self._forward_packed(inputs, attention_mask, **kwargs)
+    def forward(self, **kwargs):
+        return super().forward(**{**getattr(_beside_signature, "keywords", {}), **kwargs})
 
     def packed_layers(self):
         return self.encoder.layer
@@ -233,7 +210,7 @@ class DisentangledModel(PackedModel):
 
     # --- packed path
 
-    def _forward_packed(
+    def forward_packed(
         self,
         inputs,
         attention_mask,
@@ -336,12 +313,7 @@ class DisentangledModel(PackedModel):
             check_ids("position_ids", position_ids, places.num_embeddings, batch)
         if kinds is not None:
             check_ids("token_type_ids", token_type_ids, kinds.num_embeddings, batch)
-        if input_ids is not None:
-            num_words = getattr(words, "num_embeddings", self.config.vocab_size)
-            check_ids("input_ids", input_ids, num_words, batch)
-            input_ids = batch.unpad(input_ids)
-        else:
-            inputs_embeds = batch.unpad(inputs_embeds)
+        input_ids, inputs_embeds = self.word_rows(words, input_ids, inputs_embeds, batch)
         position_ids, token_type_ids = batch.unpad(position_ids), batch.unpad(token_type_ids)
         if not self._is_plain_embedding():
             return embeddings(
@@ -350,29 +322,15 @@ class DisentangledModel(PackedModel):
                 position_ids=position_ids[None],
                 inputs_embeds=None if inputs_embeds is None else inputs_embeds[None],
             )[0]
-        if inputs_embeds is None and not is_plain_table(words):
-            # Adapters and transformers' input hook for checkpointing sit here.
-            inputs_embeds, input_ids = words(input_ids), None
-        values = words.weight if inputs_embeds is None else inputs_embeds
-        # A row of zeros stands for a table the model has not; two of them, since Dynamo takes no
-        # tensor twice.
-        no_kind, no_place = values.new_zeros(2, 1, values.shape[-1])
-        p = dropout_p(embeddings.dropout)
-        return embed_layer_norm(
+        return embed_rows(
+            words,
             input_ids,
-            torch.zeros_like(token_type_ids) if kinds is None else token_type_ids,
-            torch.zeros_like(position_ids) if places is None else position_ids,
-            None if input_ids is None else words.weight,
-            no_kind if kinds is None else kinds.weight,
-            no_place if places is None else places.weight,
-            embeddings.LayerNorm.weight,
-            embeddings.LayerNorm.bias,
-            eps=embeddings.LayerNorm.eps,
-            inputs_embeds=inputs_embeds,
-            padding_idx=getattr(words, "padding_idx", None),
-            dropout_p=p,
-            site=SITE_EMBEDDING,
-            rng_state=rng_state if p > 0 else None,
+            inputs_embeds,
+            token_types=None if kinds is None else (token_type_ids, kinds.weight),
+            positions=None if places is None else (position_ids, places.weight),
+            norm=embeddings.LayerNorm,
+            dropout=embeddings.dropout,
+            rng_state=rng_state,
         )
 
     def _dropout_active(self) -> bool:
@@ -435,17 +393,6 @@ class DebertaV2Model(DisentangledModel, transformers.DebertaV2Model):
 # --- heads ----------------------------------------------------------------------------------------
 
 
-class _Decoder(NamedTuple):
-    """What the loss reads of a decoder, where it is no module of its own."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor
-
-    @property
-    def out_features(self) -> int:
-        return len(self.weight)
-
-
 class DisentangledMaskedLMHead(MaskedLMHead):
     """Base of the masked-LM head of all versions, with both its heads (`config.legacy`).
 
@@ -456,47 +403,28 @@ class DisentangledMaskedLMHead(MaskedLMHead):
     legacy_kinds: tuple[type, ...]
     kinds: tuple[type, ...]
 
-    def decoder_layer(self):
+    def vocabulary_parts(self):
         if self.legacy:
-            return self.cls.predictions.decoder
-        words = self.deberta.embeddings.word_embeddings
-        return _Decoder(words.weight, self.lm_predictions.lm_head.bias)
+            predictions = self.cls.predictions
+            around, kinds = (self.cls, predictions, predictions.transform), self.legacy_kinds
+            decoder = predictions.decoder
+        else:
+            around, kinds = (self.lm_predictions, self.lm_predictions.lm_head), self.kinds
+            words = self.deberta.embeddings.word_embeddings
+            decoder = TableDecoder(words, self.lm_predictions.lm_head.bias)
+        transform = around[-1]
+        return VocabularyParts(
+            dense=transform.dense,
+            activation=transform.transform_act_fn,
+            norm=transform.LayerNorm,
+            decoder=decoder,
+            containers=tuple(zip(around, kinds, strict=True)),
+        )
 
     def scores_by_modules(self, hidden_states):
         if self.legacy:
             return self.cls(hidden_states)
         return self.lm_predictions(hidden_states, self.deberta.embeddings.word_embeddings)
-
-    def is_plain_head(self):
-        if self.legacy:
-            predictions = self.cls.predictions
-            around = (self.cls, predictions, predictions.transform)
-            decodes = is_plain_linear(predictions.decoder)
-        else:
-            around = (self.lm_predictions, self.lm_predictions.lm_head)
-            decodes = is_plain_table(self.deberta.embeddings.word_embeddings)
-        transform = around[-1]
-        return (
-            tuple(map(type, around)) == (self.legacy_kinds if self.legacy else self.kinds)
-            and all(map(is_unhooked, around))
-            and decodes
-            and is_plain_linear(transform.dense)
-            and is_plain_norm(transform.LayerNorm)
-            and gelu_form(transform.transform_act_fn) is not None
-            and all(map(is_ordinary, self.head_parameters()))
-        )
-
-    def transform(self, rows):
-        head = self.cls.predictions.transform if self.legacy else self.lm_predictions.lm_head
-        approximate = gelu_form(head.transform_act_fn)
-        activated = linear_gelu(rows, head.dense.weight, head.dense.bias, approximate=approximate)
-        return add_norm(activated, None, None, head.LayerNorm, 0, None)
-
-    def head_parameters(self):
-        if self.legacy:
-            return self.cls.parameters()
-        words = self.deberta.embeddings.word_embeddings.weight
-        return (*self.lm_predictions.parameters(), words)
 
 
 class DebertaV2ForMaskedLM(DisentangledMaskedLMHead, transformers.DebertaV2ForMaskedLM):
@@ -529,14 +457,11 @@ class PooledHead(TaskHead):
     """A head that reads position 0 of every text."""
 
     def rows_read(self, inputs):
-        tokens = inputs.get("input_ids")
-        tokens = inputs.get("inputs_embeds") if tokens is None else tokens
-        if tokens is None or inputs.get("cu_seq_lens_q") is not None:
+        if inputs.get("cu_seq_lens_q") is not None:
             return None
-        embedded = inputs.get("input_ids") is None
-        shape = tokens.shape[:-1] if embedded else tokens.shape
-        first = torch.zeros(shape, dtype=torch.bool, device=tokens.device).flatten(0, -2)
-        first[:, :1] = True
+        first = positions_like(inputs, False)
+        if first is not None:
+            first[:, :1] = True
         return first
 
 
@@ -572,6 +497,4 @@ HEADS = (
     DebertaV2ForQuestionAnswering,
     DebertaV2ForMultipleChoice,
 )
-for _class in (DebertaV2Model, *HEADS):
-    _class.forward = transformers_signature(getattr(transformers, _class.__name__))(_class.forward)
-register_conversions(DebertaV2Layer, DebertaV2Model, *HEADS)
+register_family(DebertaV2Layer, DebertaV2Model, *HEADS)

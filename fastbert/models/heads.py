@@ -4,7 +4,7 @@ Letters: B batch, S padded length, C hidden, V vocab, P labelled rows.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,7 @@ from fastbert.models.packed import (
     HEAD_KEYWORDS,
     check_reach,
     gelu_form,
+    is_plain_table,
     is_sharded,
     is_traced,
     is_transformed,
@@ -141,18 +142,38 @@ class QuestionAnsweringHead(TaskHead):
 
 
 @dataclass(slots=True, eq=False)
+class TableDecoder:
+    """A decoder that is no module: rows times the words' table, and a bias `(V,)`."""
+
+    table: nn.Embedding
+    bias: nn.Parameter
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.table.weight
+
+    @property
+    def out_features(self) -> int:
+        return len(self.weight)
+
+    def parameters(self) -> tuple[torch.Tensor, ...]:
+        return self.weight, self.bias
+
+
+@dataclass(slots=True, eq=False)
 class VocabularyParts:
     """decoder(norm(activation(dense(x)))): the modules of a masked-LM head.
 
     Attributes:
-        dense: C to E. activation: module or function. norm: LayerNorm of E. decoder: E to V.
+        dense: C to E. activation: module or function. norm: LayerNorm of E.
+        decoder: Linear E to V, or the words' table in its place.
         containers: modules around them whose forward is not called, with their exact classes.
     """
 
     dense: nn.Module
     activation: Callable
     norm: nn.Module
-    decoder: nn.Module
+    decoder: nn.Module | TableDecoder
     containers: tuple[tuple[nn.Module, type], ...] = ()
 
     def parameters(self) -> list[torch.Tensor]:
@@ -166,9 +187,14 @@ class VocabularyParts:
             and is_plain_linear(self.dense)
             and is_plain_norm(self.norm)
             and gelu_form(self.activation) is not None
-            and is_plain_linear(self.decoder)
+            and self._decodes_plainly()
             and all(map(is_ordinary, self.parameters()))
         )
+
+    def _decodes_plainly(self) -> bool:
+        if isinstance(self.decoder, TableDecoder):
+            return is_plain_table(self.decoder.table)
+        return is_plain_linear(self.decoder)
 
     def transform(self, rows: torch.Tensor) -> torch.Tensor:
         """`(P, E)` of hidden rows `(P, C)`, fused."""
@@ -194,7 +220,7 @@ class VocabularyHead(Head):
     sparse_prediction = False
     sparse_pred_ignore_index = IGNORE_INDEX
 
-    # --- what differs between families: the parts, or where a head is not of them, the rest
+    # --- what differs between families
 
     def vocabulary_parts(self) -> VocabularyParts:
         """The modules of the family's masked-LM head."""
@@ -204,8 +230,10 @@ class VocabularyHead(Head):
         """`(..., V)` of hidden states `(..., C)`, by calling the head's modules."""
         return self.vocabulary_parts().scores(hidden_states)
 
-    def decoder_layer(self) -> nn.Module:
-        """The Linear from features to the vocabulary."""
+    # --- what they share
+
+    def decoder_layer(self) -> nn.Module | TableDecoder:
+        """What takes features to the vocabulary."""
         return self.vocabulary_parts().decoder
 
     def is_plain_head(self) -> bool:
@@ -216,11 +244,9 @@ class VocabularyHead(Head):
         """What the decoder of a plain head reads, of hidden rows `(P, C)`."""
         return self.vocabulary_parts().transform(rows)
 
-    def head_parameters(self) -> Iterable[torch.Tensor]:
+    def head_parameters(self) -> list[torch.Tensor]:
         """All weights that the logits depend on behind the model."""
         return self.vocabulary_parts().parameters()
-
-    # --- what they share
 
     def run_model(self, inputs: dict, labels, label_rows):
         """The model below, with labelled rows computed even where they are padding."""
@@ -306,7 +332,7 @@ class VocabularyHead(Head):
             return compute()
         size = (len(rows),) if self.sparse_prediction else hidden.shape[:2]
         return LazyLogits(
-            Deferred(compute, list(self.head_parameters()), hidden.device),
+            Deferred(compute, self.head_parameters(), hidden.device),
             (*size, self.decoder_layer().out_features),
             compute_dtype(hidden) or hidden.dtype,
             hidden.device,

@@ -35,7 +35,6 @@ from fastbert.models.heads import (
     VocabularyParts,
     positions_like,
 )
-from fastbert.models.inputs import check_ids, check_tensors
 from fastbert.models.packed import (
     additive_mask,
     gelu_form,
@@ -129,25 +128,7 @@ class ModernBertModel(PackedModel, transformers.ModernBertModel):
     logged_as = "ModernBertModel"
     counted_as = "modernbert_model"
     layer_type = ModernBertEncoderLayer
-
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        inputs_embeds=None,
-        **kwargs,
-    ):
-        inputs = {
-            "input_ids": input_ids,
-            "position_ids": position_ids,
-            "inputs_embeds": inputs_embeds,
-        }
-        check_tensors(**inputs, cu_seq_lens_q=kwargs.get("cu_seq_lens_q"))
-        reason = self.why_not_packed(attention_mask, kwargs)
-        if reason is not None:
-            return self.forward_padded(reason, inputs, attention_mask, kwargs)
-        return self._forward_packed(inputs, attention_mask, **kwargs)
+    input_names = ("input_ids", "position_ids", "inputs_embeds")
 
     def packed_layers(self):
         return self.layers
@@ -166,7 +147,7 @@ class ModernBertModel(PackedModel, transformers.ModernBertModel):
 
     # --- packed path
 
-    def _forward_packed(
+    def forward_packed(
         self,
         inputs,
         attention_mask,
@@ -240,12 +221,7 @@ class ModernBertModel(PackedModel, transformers.ModernBertModel):
         """`(T, C)` embeddings of the packed rows."""
         embeddings = self.embeddings
         words = embeddings.tok_embeddings
-        if input_ids is not None:
-            num_words = getattr(words, "num_embeddings", self.config.vocab_size)
-            check_ids("input_ids", input_ids, num_words, batch)
-            input_ids = batch.unpad(input_ids)
-        else:
-            inputs_embeds = batch.unpad(inputs_embeds)
+        input_ids, inputs_embeds = self.word_rows(words, input_ids, inputs_embeds, batch)
         plain = (
             type(embeddings) is modeling.ModernBertEmbeddings
             and is_unhooked(embeddings)

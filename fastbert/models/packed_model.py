@@ -13,7 +13,7 @@ from torch import nn
 from fastbert import dispatch
 from fastbert.cache import CachesWeights
 from fastbert.models.accelerate import swap_classes
-from fastbert.models.inputs import check_tensors
+from fastbert.models.inputs import check_ids, check_tensors
 from fastbert.models.packed import (
     ATTENTION_IMPLEMENTATIONS,
     OUR_KEYWORDS,
@@ -39,8 +39,10 @@ class PackedModel(CachesWeights):
     Attributes:
         logged_as: the model's name in the log. counted_as: what its forwards are counted under.
         layer_type: the class of its layers.
+        input_names: of the tensors of the forward, beside the mask.
     """
 
+    input_names = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
     logged_as: str
     counted_as: str
     layer_type: type
@@ -49,7 +51,24 @@ class PackedModel(CachesWeights):
         super().__init__(config, *args, **kwargs)
         swap_classes(self)
 
+    def forward(self, attention_mask=None, **kwargs):
+        inputs = {name: kwargs.pop(name, None) for name in self.input_names}
+        check_tensors(**inputs, cu_seq_lens_q=kwargs.get("cu_seq_lens_q"))
+        reason = self.why_not_packed(attention_mask, kwargs)
+        if reason is not None:
+            return self.forward_padded(reason, inputs, attention_mask, kwargs)
+        return self.forward_packed(inputs, attention_mask, **kwargs)
+
     # --- what differs between families
+
+    def forward_packed(self, inputs: dict, attention_mask, **kwargs):
+        """The forward on packed rows.
+
+        Args:
+            inputs: tensors by `input_names`, each maybe None.
+            attention_mask: as given. kwargs: the call's others.
+        """
+        raise NotImplementedError
 
     def packed_layers(self) -> Iterable[nn.Module]:
         """The layers in the order they run; one may run more than once."""
@@ -167,6 +186,22 @@ class PackedModel(CachesWeights):
         if output_hidden_states is None:
             return getattr(self.config, "output_hidden_states", False)
         return output_hidden_states
+
+    def word_rows(
+        self, words: nn.Module, input_ids, inputs_embeds, batch: PackedBatch
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The packed rows `(T,)` of ids, checked, and `(T, E)` of embeddings; one is None.
+
+        Args:
+            words: the table that ids point into.
+            input_ids, inputs_embeds: as given; one is None.
+            batch: where the rows come from.
+        """
+        if input_ids is None:
+            return None, batch.unpad(inputs_embeds)
+        num_words = getattr(words, "num_embeddings", self.config.vocab_size)
+        check_ids("input_ids", input_ids, num_words, batch)
+        return batch.unpad(input_ids), None
 
     def finished(
         self, outputs, batch: PackedBatch, return_dict: bool | None, *, first_only: bool = False

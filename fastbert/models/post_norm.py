@@ -17,7 +17,7 @@ from fastbert import dispatch
 from fastbert.encoder import dropout_p, is_plain_dropout, is_plain_norm, is_unhooked, linear
 from fastbert.encoder_inference import encode
 from fastbert.models.embedding import embed_rows, without_padding_gradient
-from fastbert.models.inputs import check_ids, check_tensors
+from fastbert.models.inputs import check_ids
 from fastbert.models.linears import own_linears
 from fastbert.models.packed import is_plain_table, one_row, packed_by_caller, pop_return_dict
 from fastbert.models.packed_model import PackedModel, tokens_of
@@ -39,27 +39,6 @@ class PostNormModel(PackedModel):
     output_type: type
     embeddings_type: type
     encoder_type: type
-
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        token_type_ids=None,
-        position_ids=None,
-        inputs_embeds=None,
-        **kwargs,
-    ):
-        inputs = {
-            "input_ids": input_ids,
-            "token_type_ids": token_type_ids,
-            "position_ids": position_ids,
-            "inputs_embeds": inputs_embeds,
-        }
-        check_tensors(**inputs, cu_seq_lens_q=kwargs.get("cu_seq_lens_q"))
-        reason = self.why_not_packed(attention_mask, kwargs)
-        if reason is not None:
-            return self._forward_first_rows(reason, inputs, attention_mask, kwargs)
-        return self._forward_packed(inputs, attention_mask, **kwargs)
 
     # --- what differs between families
 
@@ -103,13 +82,13 @@ class PostNormModel(PackedModel):
 
     # --- transformers' own path
 
-    def _forward_first_rows(self, reason, inputs, mask, kwargs):
+    def forward_padded(self, reason, inputs, mask, kwargs):
         """transformers' forward, with our pooled_rows and first_only."""
         pooled_rows, first_only = kwargs.get("pooled_rows"), kwargs.get("first_only")
         if pooled_rows is None and not first_only:
-            return self.forward_padded(reason, inputs, mask, kwargs)
+            return super().forward_padded(reason, inputs, mask, kwargs)
         return_dict = pop_return_dict(self.config, kwargs)
-        outputs = self.forward_padded(reason, inputs, mask, {**kwargs, "return_dict": True})
+        outputs = super().forward_padded(reason, inputs, mask, {**kwargs, "return_dict": True})
         states = outputs.last_hidden_state
         first = states[:, 0] if pooled_rows is None else states.flatten(0, 1)[pooled_rows]
         if self.has_pooler() and pooled_rows is not None:
@@ -120,7 +99,7 @@ class PostNormModel(PackedModel):
 
     # --- packed path
 
-    def _forward_packed(
+    def forward_packed(
         self,
         inputs,
         attention_mask,
@@ -256,12 +235,7 @@ class PostNormModel(PackedModel):
         embeddings = self.embeddings
         words = embeddings.word_embeddings
         kinds = self._token_types(batch, token_type_ids, position_ids)
-        if input_ids is not None:
-            num_words = getattr(words, "num_embeddings", self.config.vocab_size)
-            check_ids("input_ids", input_ids, num_words, batch)
-            input_ids = batch.unpad(input_ids)
-        else:
-            inputs_embeds = batch.unpad(inputs_embeds)
+        input_ids, inputs_embeds = self.word_rows(words, input_ids, inputs_embeds, batch)
         position_ids = batch.unpad(position_ids)
         if not self._is_plain_embedding():
             types = {} if kinds is None else {"token_type_ids": kinds[None]}
