@@ -57,38 +57,52 @@ def table_rows(
 
 
 @triton.jit
-def key_positions(
-    ptr,
+def position_tables(
+    q,
+    k,
+    position_key_ptr,
+    position_query_ptr,
     buckets_ptr,
     offset,
     reach,
-    row_step,
-    head_step,
+    position_key_row,
+    position_key_head,
+    position_query_row,
+    position_query_head,
+    HAS_KEY: tl.constexpr,
+    HAS_QUERY: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Position keys `(2·BLOCK, BLOCK_D)` of a tile whose first query is `offset` behind its first
-    key; the distance of query and key falls along them."""
-    distance = offset + BLOCK - tl.arange(0, 2 * BLOCK)
-    return table_rows(ptr, buckets_ptr, distance, reach, row_step, head_step, D, BLOCK_D)
-
-
-@triton.jit
-def query_positions(
-    ptr,
-    buckets_ptr,
-    offset,
-    reach,
-    row_step,
-    head_step,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Position queries of the same tile; the distance rises along them."""
-    distance = offset - BLOCK + tl.arange(0, 2 * BLOCK)
-    return table_rows(ptr, buckets_ptr, distance, reach, row_step, head_step, D, BLOCK_D)
+    """Position keys and queries `(2·BLOCK, BLOCK_D)` of a tile whose first query is `offset` behind
+    its first key; the distance of query and key falls along the keys and rises along the queries.
+    q and k stand for tables that are not there."""
+    step = tl.arange(0, 2 * BLOCK)
+    key_table, query_table = q, k
+    if HAS_KEY:
+        key_table = table_rows(
+            position_key_ptr,
+            buckets_ptr,
+            offset + BLOCK - step,
+            reach,
+            position_key_row,
+            position_key_head,
+            D,
+            BLOCK_D,
+        )
+    if HAS_QUERY:
+        query_table = table_rows(
+            position_query_ptr,
+            buckets_ptr,
+            offset - BLOCK + step,
+            reach,
+            position_query_row,
+            position_query_head,
+            D,
+            BLOCK_D,
+        )
+    return key_table, query_table
 
 
 @triton.jit
@@ -184,31 +198,24 @@ def _disentangled_attention_fwd_kernel(
     for first_key in range(0, num_keys, BLOCK):
         key = first_key + tl.arange(0, BLOCK)
         k = head_rows(k_ptr, start_k, key, num_keys, k_row, k_head, D, BLOCK_D)
-        key_table, query_table = q, k
-        if HAS_KEY:
-            key_table = key_positions(
-                position_key_ptr,
-                buckets_ptr,
-                first - first_key,
-                reach,
-                position_key_row,
-                position_key_head,
-                D,
-                BLOCK_D,
-                BLOCK,
-            )
-        if HAS_QUERY:
-            query_table = query_positions(
-                position_query_ptr,
-                buckets_ptr,
-                first - first_key,
-                reach,
-                position_query_row,
-                position_query_head,
-                D,
-                BLOCK_D,
-                BLOCK,
-            )
+        key_table, query_table = position_tables(
+            q,
+            k,
+            position_key_ptr,
+            position_query_ptr,
+            buckets_ptr,
+            first - first_key,
+            reach,
+            position_key_row,
+            position_key_head,
+            position_query_row,
+            position_query_head,
+            HAS_KEY,
+            HAS_QUERY,
+            D,
+            BLOCK_D,
+            BLOCK,
+        )
         scores = position_scores(
             q, k, key_table, query_table, HAS_KEY, HAS_QUERY, PRECISION, BLOCK
         ) * (softmax_scale * LOG2_E)
@@ -339,31 +346,24 @@ def _disentangled_attention_bwd_dq_kernel(
         key = first_key + tl.arange(0, BLOCK)
         k = head_rows(k_ptr, start_k, key, num_keys, k_row, k_head, D, BLOCK_D)
         v = head_rows(v_ptr, start_k, key, num_keys, v_row, v_head, D, BLOCK_D)
-        key_table, query_table = q, k
-        if HAS_KEY:
-            key_table = key_positions(
-                position_key_ptr,
-                buckets_ptr,
-                first - first_key,
-                reach,
-                position_key_row,
-                position_key_head,
-                D,
-                BLOCK_D,
-                BLOCK,
-            )
-        if HAS_QUERY:
-            query_table = query_positions(
-                position_query_ptr,
-                buckets_ptr,
-                first - first_key,
-                reach,
-                position_query_row,
-                position_query_head,
-                D,
-                BLOCK_D,
-                BLOCK,
-            )
+        key_table, query_table = position_tables(
+            q,
+            k,
+            position_key_ptr,
+            position_query_ptr,
+            buckets_ptr,
+            first - first_key,
+            reach,
+            position_key_row,
+            position_key_head,
+            position_query_row,
+            position_query_head,
+            HAS_KEY,
+            HAS_QUERY,
+            D,
+            BLOCK_D,
+            BLOCK,
+        )
         _, dscores = tile_gradients(
             q,
             k,
@@ -457,31 +457,24 @@ def _disentangled_attention_bwd_dkv_kernel(
         at = head.to(tl.int64) * num_rows + start_q + query
         lse = tl.load(lse_ptr + at, mask=query < num_queries, other=float("-inf")) * LOG2_E
         delta = tl.load(delta_ptr + at, mask=query < num_queries, other=0.0)
-        key_table, query_table = q, k
-        if HAS_KEY:
-            key_table = key_positions(
-                position_key_ptr,
-                buckets_ptr,
-                first - first_key,
-                reach,
-                position_key_row,
-                position_key_head,
-                D,
-                BLOCK_D,
-                BLOCK,
-            )
-        if HAS_QUERY:
-            query_table = query_positions(
-                position_query_ptr,
-                buckets_ptr,
-                first - first_key,
-                reach,
-                position_query_row,
-                position_query_head,
-                D,
-                BLOCK_D,
-                BLOCK,
-            )
+        key_table, query_table = position_tables(
+            q,
+            k,
+            position_key_ptr,
+            position_query_ptr,
+            buckets_ptr,
+            first - first_key,
+            reach,
+            position_key_row,
+            position_key_head,
+            position_query_row,
+            position_query_head,
+            HAS_KEY,
+            HAS_QUERY,
+            D,
+            BLOCK_D,
+            BLOCK,
+        )
         dropped, dscores = tile_gradients(
             q,
             k,
@@ -576,31 +569,24 @@ def _disentangled_attention_bwd_positions_kernel(
             at = head.to(tl.int64) * num_rows + start + query
             lse = tl.load(lse_ptr + at, mask=query < length, other=float("-inf")) * LOG2_E
             delta = tl.load(delta_ptr + at, mask=query < length, other=0.0)
-            key_table, query_table = q, k
-            if HAS_KEY:
-                key_table = key_positions(
-                    position_key_ptr,
-                    buckets_ptr,
-                    offset,
-                    reach,
-                    position_key_row,
-                    position_key_head,
-                    D,
-                    BLOCK_D,
-                    BLOCK,
-                )
-            if HAS_QUERY:
-                query_table = query_positions(
-                    position_query_ptr,
-                    buckets_ptr,
-                    offset,
-                    reach,
-                    position_query_row,
-                    position_query_head,
-                    D,
-                    BLOCK_D,
-                    BLOCK,
-                )
+            key_table, query_table = position_tables(
+                q,
+                k,
+                position_key_ptr,
+                position_query_ptr,
+                buckets_ptr,
+                offset,
+                reach,
+                position_key_row,
+                position_key_head,
+                position_query_row,
+                position_query_head,
+                HAS_KEY,
+                HAS_QUERY,
+                D,
+                BLOCK_D,
+                BLOCK,
+            )
             _, dscores = tile_gradients(
                 q,
                 k,
