@@ -118,7 +118,7 @@ def decoder_gradients(
     """
     accumulate = accumulation_dtype(hidden.dtype)
     dhidden = hidden.new_zeros(hidden.shape if need_dhidden else 0)
-    chunks = []
+    dweight = None
     dbias = torch.zeros(weight.shape[0], dtype=accumulate, device=hidden.device)
     for rows, gradient in gradients:
         if bias is not None:
@@ -128,12 +128,11 @@ def decoder_gradients(
             torch.mm(gradient, weight.to(hidden.dtype), out=dhidden[rows])
         if need_dweight:
             product = gradient.t() @ hidden[rows]
-            chunks = [chunks[0].to(accumulate).add_(product)] if chunks else [product]
-    dweight = weight.new_zeros(weight.shape if need_dweight else 0)
-    if chunks:
-        dweight = chunks[0].to(weight.dtype)
-    empty = hidden.new_empty(0)
-    return dhidden, dweight, empty if bias is None else dbias.to(bias.dtype)
+            dweight = product if dweight is None else dweight.to(accumulate).add_(product)
+    if dweight is None:
+        dweight = weight.new_zeros(weight.shape if need_dweight else 0)
+    dbias = hidden.new_empty(0) if bias is None else dbias.to(bias.dtype)
+    return dhidden, dweight.to(weight.dtype), dbias
 
 
 def logit_chunks(hidden, weight, bias) -> Iterator[tuple[slice, torch.Tensor]]:
