@@ -19,24 +19,14 @@ MAX_LOGITS = 1 << 26
 """Logits the CUDA kernels keep at a time; more rows are taken in chunks."""
 
 
-def _fwd_fake(hidden, weight, bias, labels, ignore_index, label_smoothing, z_loss):
+def _fwd_fake(hidden, *_):
     loss = hidden.new_empty(hidden.shape[0], dtype=accumulation_dtype(hidden.dtype))
     return loss, torch.empty_like(loss)
 
 
-def _bwd_fake(
-    dloss,
-    hidden,
-    weight,
-    bias,
-    labels,
-    lse,
-    ignore_index,
-    label_smoothing,
-    z_loss,
-    need_dhidden,
-    need_dweight,
-):
+def bwd_fake(dloss, hidden, weight, bias, *others):
+    """The gradients of any op behind the decoder whose last arguments say which are wanted."""
+    *_, need_dhidden, need_dweight = others
     return (
         hidden.new_empty(hidden.shape if need_dhidden else 0),
         weight.new_empty(weight.shape if need_dweight else 0),
@@ -94,11 +84,13 @@ def _bwd_triton(*args):
     return _bwd_checked(*args, implementation=mlm_cross_entropy_bwd)
 
 
-def _fwd_cuda_extra(hidden, *_) -> tuple:
+def fwd_cuda_extra(hidden, *_) -> tuple:
+    """What the CUDA kernels behind the decoder take besides: `Tensor? flag, int max_logits`."""
     return index_flags.flag_for(hidden), MAX_LOGITS
 
 
-def _bwd_cuda_extra(*_) -> tuple:
+def bwd_cuda_extra(*_) -> tuple:
+    """The same of their backward: `int max_logits`."""
     return (MAX_LOGITS,)
 
 
@@ -121,7 +113,7 @@ mlm_cross_entropy_fwd = dispatch.register_op(
     triton="fastbert.ops.mlm_cross_entropy:_fwd_triton",
     cpu=True,
     cuda=True,
-    cuda_extra=("Tensor? flag, int max_logits", _fwd_cuda_extra),
+    cuda_extra=("Tensor? flag, int max_logits", fwd_cuda_extra),
     not_supported=dict.fromkeys(("cpu", "triton", "cuda"), _fwd_kernel_reasons),
 )
 mlm_cross_entropy_bwd = dispatch.register_op(
@@ -130,12 +122,12 @@ mlm_cross_entropy_bwd = dispatch.register_op(
     f"{_OPTIONS}, bool need_dhidden, bool need_dweight) "
     "-> (Tensor dhidden, Tensor dweight, Tensor dbias)",
     room="mlm_cross_entropy",
-    fake=_bwd_fake,
+    fake=bwd_fake,
     reference=_bwd_checked,
     triton="fastbert.ops.mlm_cross_entropy:_bwd_triton",
     cpu=True,
     cuda=True,
-    cuda_extra=("int max_logits", _bwd_cuda_extra),
+    cuda_extra=("int max_logits", bwd_cuda_extra),
     not_supported=dict.fromkeys(("cpu", "triton", "cuda"), _bwd_kernel_reasons),
 )
 

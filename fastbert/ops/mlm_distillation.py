@@ -7,10 +7,15 @@ Letters: P rows, C features of the student, D of the teacher, V vocabulary.
 import torch
 
 from fastbert import dispatch
-from fastbert.ops import index_flags
 from fastbert.ops.kernel_inputs import dtype_reasons
 from fastbert.ops.linear import autocast_input
-from fastbert.ops.mlm_cross_entropy import MAX_LOGITS, check_rows, within_vocabulary
+from fastbert.ops.mlm_cross_entropy import (
+    bwd_cuda_extra,
+    bwd_fake,
+    check_rows,
+    fwd_cuda_extra,
+    within_vocabulary,
+)
 from fastbert.reference.mlm_distillation import (
     mlm_distillation_bwd_reference,
     mlm_distillation_reference,
@@ -18,42 +23,13 @@ from fastbert.reference.mlm_distillation import (
 from fastbert.reference.precision import accumulation_dtype
 
 
-def _fwd_fake(
-    hidden,
-    weight,
-    bias,
-    labels,
-    teacher_hidden,
-    teacher_weight,
-    teacher_bias,
-    ignore_index,
-    temperature,
-):
+def _fwd_fake(hidden, *_):
     lse = hidden.new_empty((3, hidden.shape[0]), dtype=accumulation_dtype(hidden.dtype))
     return lse.new_empty(hidden.shape[0]), lse.new_empty(hidden.shape[0]), lse
 
 
-def _bwd_fake(
-    dloss,
-    dsoft_loss,
-    hidden,
-    weight,
-    bias,
-    labels,
-    teacher_hidden,
-    teacher_weight,
-    teacher_bias,
-    lse,
-    ignore_index,
-    temperature,
-    need_dhidden,
-    need_dweight,
-):
-    return (
-        hidden.new_empty(hidden.shape if need_dhidden else 0),
-        weight.new_empty(weight.shape if need_dweight else 0),
-        hidden.new_empty(0) if bias is None else torch.empty_like(bias),
-    )
+def _bwd_fake(dloss, dsoft_loss, *others):
+    return bwd_fake(dloss, *others)
 
 
 def _fwd_checked(
@@ -107,14 +83,6 @@ def _bwd_triton(*args):
     return _bwd_checked(*args, implementation=mlm_distillation_bwd)
 
 
-def _fwd_cuda_extra(hidden, *_) -> tuple:
-    return index_flags.flag_for(hidden), MAX_LOGITS
-
-
-def _bwd_cuda_extra(*_) -> tuple:
-    return (MAX_LOGITS,)
-
-
 def _fwd_kernel_reasons(hidden, weight, bias, labels, teacher_hidden, teacher_weight, *_):
     return dtype_reasons(hidden=hidden, weight=weight, teacher_weight=teacher_weight)
 
@@ -137,7 +105,7 @@ mlm_distillation_fwd = dispatch.register_op(
     triton="fastbert.ops.mlm_distillation:_fwd_triton",
     cpu=True,
     cuda=True,
-    cuda_extra=("Tensor? flag, int max_logits", _fwd_cuda_extra),
+    cuda_extra=("Tensor? flag, int max_logits", fwd_cuda_extra),
     not_supported=dict.fromkeys(("cpu", "triton", "cuda"), _fwd_kernel_reasons),
 )
 mlm_distillation_bwd = dispatch.register_op(
@@ -150,7 +118,7 @@ mlm_distillation_bwd = dispatch.register_op(
     triton="fastbert.ops.mlm_distillation:_bwd_triton",
     cpu=True,
     cuda=True,
-    cuda_extra=("int max_logits", _bwd_cuda_extra),
+    cuda_extra=("int max_logits", bwd_cuda_extra),
     not_supported=dict.fromkeys(("cpu", "triton", "cuda"), _bwd_kernel_reasons),
 )
 

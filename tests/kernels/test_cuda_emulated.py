@@ -7,7 +7,6 @@ import torch.nn.functional as F
 
 from fastbert import extension, use_backend
 from fastbert.ops import mlm_cross_entropy as mlm_module
-from fastbert.ops import mlm_distillation as distillation_module
 from fastbert.ops.add_layer_norm import add_layer_norm, add_layer_norm_bwd
 from fastbert.ops.bias_gelu import bias_gelu_bwd
 from fastbert.ops.embed_layer_norm import embed_layer_norm
@@ -160,7 +159,7 @@ def test_cuda_mlm_cross_entropy_of_long_rows(dtype, most, monkeypatch):
 @pytest.mark.parametrize("most", [3 * 5003, 1 << 26])
 def test_cuda_mlm_distillation_of_long_rows(dtype, most, monkeypatch):
     """The same of both models' logits, whose largest are not at one place."""
-    monkeypatch.setattr(distillation_module, "MAX_LOGITS", most)
+    monkeypatch.setattr(mlm_module, "MAX_LOGITS", most)
     rows, vocab = 10, 5003
     values = {"hidden": torch.randn(rows, 16), "weight": torch.randn(vocab, 16) * 0.3}
     values["bias"] = torch.linspace(-4, 4, vocab)
