@@ -10,9 +10,9 @@ import itertools
 import torch
 
 from fastbert import dispatch
-from fastbert.ops.attention import DTYPES, MAX_HEAD_DIM
+from fastbert.ops.attention import DTYPES, _head_dim_reasons, _keep_mask
 from fastbert.ops.kernel_inputs import dtype_reasons
-from fastbert.ops.philox import check_rng_state, score_keep_mask_op
+from fastbert.ops.philox import check_rng_state
 from fastbert.reference.disentangled_attention import (
     disentangled_attention_bwd_reference,
     disentangled_attention_reference,
@@ -30,18 +30,6 @@ def _fwd_fake(q, k, v, position_key, position_query, buckets, cu_seqlens, *optio
 def _bwd_fake(dout, q, k, v, position_key, position_query, *args):
     tables = (q.new_empty(0 if t is None else t.shape) for t in (position_key, position_query))
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *tables
-
-
-def _keep_mask(num_heads, dropout_p, site, rng_state):
-    """Threshold, and the masks of a range of sequences as the references ask for them."""
-    threshold = dropout_threshold(dropout_p)
-
-    def masks(first: int, last: int, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
-        index = torch.arange(first, last, device=rng_state.device)
-        args = (rng_state, index, num_heads, seqlen_q, seqlen_k, threshold, site)
-        return score_keep_mask_op(*args)
-
-    return threshold, masks if threshold else None
 
 
 def _fwd_with_mask(
@@ -108,11 +96,8 @@ def _kernel_reasons(q, k, v, *args) -> list[str]:
 
 
 def _gpu_reasons(q, k, *args) -> list[str]:
-    reasons = dtype_reasons(q=q)
     # Of either direction's first two arguments the second has heads.
-    if not 0 < k.shape[-1] <= MAX_HEAD_DIM:
-        reasons.append(f"the head dim is {k.shape[-1]}, the kernel takes 1 to {MAX_HEAD_DIM}")
-    return reasons
+    return dtype_reasons(q=q) + _head_dim_reasons(k.shape[-1])
 
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? position_key, Tensor? position_query"
