@@ -5,12 +5,11 @@ width of the bucket table.
 """
 
 import functools
-import itertools
 
 import torch
 
 from fastbert import dispatch
-from fastbert.ops.attention import DTYPES, _head_dim_reasons, _keep_mask
+from fastbert.ops.attention import DTYPES, _head_dim_reasons, _keep_mask, checked_lengths
 from fastbert.ops.kernel_inputs import dtype_reasons
 from fastbert.ops.philox import check_rng_state
 from fastbert.reference.disentangled_attention import (
@@ -249,19 +248,10 @@ def _check(q, k, v, cu_seqlens, max_seqlen) -> None:
             f"disentangled_attention: cu_seqlens must have shape (B+1,), got "
             f"{tuple(cu_seqlens.shape)}"
         )
-    if not dispatch.is_checkable(cu_seqlens):
-        return
-    starts = cu_seqlens.tolist()
-    lengths = [b - a for a, b in itertools.pairwise(starts)]
-    if not starts or starts[0] != 0 or starts[-1] > len(q) or min(lengths, default=0) < 0:
+    longest = max(checked_lengths("disentangled_attention", "cu_seqlens", cu_seqlens, q.shape[0]))
+    if longest > max_seqlen:
         raise ValueError(
-            f"disentangled_attention: cu_seqlens must rise from 0 to at most the {len(q)} rows of "
-            f"q, got {starts}"
-        )
-    if max(lengths, default=0) > max_seqlen:
-        raise ValueError(
-            f"disentangled_attention: max_seqlen is {max_seqlen}, but a sequence has "
-            f"{max(lengths)} rows"
+            f"disentangled_attention: max_seqlen is {max_seqlen}, but a sequence has {longest} rows"
         )
 
 
