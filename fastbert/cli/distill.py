@@ -2,7 +2,8 @@
 
 import typer
 
-from fastbert.cli.pretrain import PASSED_ON, require_training, run_configured
+from fastbert.cli.arguments import PASSED_ON
+from fastbert.cli.pretrain import require_training, run_configured
 
 
 def distill(context: typer.Context) -> None:

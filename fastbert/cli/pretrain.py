@@ -6,12 +6,7 @@ from typing import Annotated
 
 import typer
 
-# tyro reads what follows the command, --help included.
-PASSED_ON = {
-    "allow_extra_args": True,
-    "ignore_unknown_options": True,
-    "help_option_names": [],
-}
+from fastbert.cli.arguments import PASSED_ON
 
 
 def pretrain(context: typer.Context) -> None:
