@@ -83,10 +83,12 @@ def evaluate(context: typer.Context) -> None:
         from fastbert.tasks.trainings import ENCODERS
 
         json_wanted = ("json", helped(bool, "print JSON"), False)
-        folder, _ = model_and_rest(context, "evaluate")
-        name = read_description(folder)["task"]
-        prepared = _prepared_encoder if name in ENCODERS else _prepared
-        given, run = prepared(context, "evaluate", json_wanted)
+        folder, rest = model_and_rest(context, "evaluate")
+        description = read_description(folder)
+        if description["task"] in ENCODERS:
+            given, run = _prepared_encoder(folder, rest, description, json_wanted)
+        else:
+            given, run = _prepared(folder, rest, "evaluate", json_wanted)
         metrics = run()
     print_metrics(metrics, json_wanted=given.json)
 
@@ -98,17 +100,17 @@ def predict(context: typer.Context) -> None:
     fields with tabs between them.
     """
     with errors_told():
-        given, run = _prepared(context, "predict", ("table", helped(bool, "tabs"), False))
+        folder, rest = model_and_rest(context, "predict")
+        given, run = _prepared(folder, rest, "predict", ("table", helped(bool, "tabs"), False))
         answers = run()
     print_answers(answers, table=given.table)
 
 
-def _prepared(context: typer.Context, command: str, *more: tuple):
+def _prepared(folder: str, rest: list[str], command: str, *more: tuple):
     """The arguments, and the command on the rows; the task's settings are the options' defaults."""
     from fastbert.tasks import Predictor
     from fastbert.tasks.registry import read_task
 
-    folder, rest = model_and_rest(context, command)
     task = read_task(folder)
     given = parsed(command, rest, task.settings, *computing(32), *more)
     rows = rows_of(given, partial(_read, task))
@@ -116,17 +118,14 @@ def _prepared(context: typer.Context, command: str, *more: tuple):
     return given, partial(getattr(predictor, command), rows, **forward_options(given))
 
 
-def _prepared_encoder(context: typer.Context, command: str, *more: tuple):
-    """The same of a bi-encoder or a cross-encoder."""
+def _prepared_encoder(folder: str, rest: list[str], description: dict, *more: tuple):
+    """The same of `evaluate` on a bi-encoder or a cross-encoder."""
     from fastbert.tasks import read_rows
-    from fastbert.tasks.registry import read_description
     from fastbert.tasks.trainings import ENCODERS
 
-    folder, rest = model_and_rest(context, command)
-    description = read_description(folder)
     kind = ENCODERS[description["task"]]
     settings = kind.settings_class(**description["settings"])
-    given = parsed(command, rest, settings, *computing(32), *more)
+    given = parsed("evaluate", rest, settings, *computing(32), *more)
     options = forward_options(given)
     options.pop("progress")
     options["accelerated"] = given.accelerated
