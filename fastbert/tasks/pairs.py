@@ -11,7 +11,7 @@ import torch
 from fastbert.models.accelerate import accelerate
 from fastbert.tasks.card import picture_lines
 from fastbert.tasks.plots import draw_history
-from fastbert.tasks.recipe import TrainingSettings
+from fastbert.tasks.recipe import TrainingSettings, callbacks_of, optimizer_of, trainer_arguments
 from fastbert.tasks.registry import write_description
 from fastbert.tasks.resuming import Checkpoints
 from fastbert.tasks.runs import (
@@ -147,32 +147,57 @@ def judged(network, evaluator, *, accelerated: bool = True, bf16: bool = False) 
         return _plain(evaluator(network))
 
 
-def accelerated(network, training: TrainingSettings):
-    """The sentence-transformers model with fastbert inside, unless the recipe leaves it out."""
-    return accelerate(network) if training.accelerated else network
-
-
 def run(
     task: str,
-    trainer,
+    kinds: tuple[type, type],
     network,
     checkpoints: Checkpoints,
     settings: PairSettings,
     training: TrainingSettings,
+    *,
+    best: str,
+    dataset,
+    loss,
+    evaluator,
 ) -> Finetuned:
-    """Trains, judges the best epoch and writes the model and a card."""
-    (best,) = _plain({trainer.args.metric_for_best_model.removeprefix("eval_"): 0.0})
+    """Trains, judges the best epoch and writes the model and a card.
+
+    Args:
+        task: the encoder's name.
+        kinds: classes of its Trainer and of that one's arguments.
+        network: a sentence-transformers model; fastbert goes inside, unless the recipe leaves it
+            out.
+        checkpoints, settings, training: of the run.
+        best: the evaluator's metric that chooses the epoch.
+        dataset, loss, evaluator: for the Trainer.
+    """
+    trainer_kind, arguments_kind = kinds
+    trainer = trainer_kind(
+        model=accelerate(network) if training.accelerated else network,
+        args=trainer_arguments(
+            arguments_kind,
+            checkpoints.folder,
+            training,
+            num_features=len(dataset),
+            best=f"eval_{best}",
+        ),
+        train_dataset=dataset,
+        loss=loss,
+        evaluator=evaluator,
+        optimizers=(optimizer_of(network, training), None),
+        callbacks=callbacks_of(training),
+    )
     folder = checkpoints.output
     trained = checkpoints.train(trainer)
     result = Finetuned(
         folder,
-        _plain(trainer.evaluator(network)),
+        _plain(evaluator(network)),
         [_plain(epoch) for epoch in epochs_of(trainer.state.log_history)],
         trained["train_runtime"],
         trained["train_samples_per_second"],
     )
     network.save_pretrained(str(folder))
-    pictures = draw_history(result, best)
+    pictures = draw_history(result, _plain_name(best))
     # sentence-transformers has written a card.
     with (folder / "README.md").open("a", encoding="utf-8") as card:
         card.write("\n".join(["", *picture_lines(pictures)]))
@@ -185,7 +210,11 @@ def run(
 def _plain(metrics: dict) -> dict[str, float]:
     """Metrics under names without what is the same in all: `cosine_mrr@10`, `spearman_cosine`."""
     return {
-        name.removeprefix("cosine_").removesuffix("_cosine"): float(value)
+        _plain_name(name): float(value)
         for name, value in metrics.items()
         if name != "sequential_score"
     }
+
+
+def _plain_name(metric: str) -> str:
+    return metric.removeprefix("cosine_").removesuffix("_cosine")

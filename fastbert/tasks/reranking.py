@@ -16,7 +16,7 @@ from torch import nn
 
 from fastbert.tasks import pairs
 from fastbert.tasks.pairs import PairSettings
-from fastbert.tasks.recipe import TrainingSettings, callbacks_of, optimizer_of, trainer_arguments
+from fastbert.tasks.recipe import TrainingSettings
 from fastbert.tasks.resuming import Checkpoints
 from fastbert.tasks.runs import Finetuned
 from fastbert.tasks.tables import TaskError
@@ -87,9 +87,9 @@ def finetune_cross_encoder(
         training,
         bounds=BOUNDS[settings.loss],
     )
-    lists = _lists(rows, settings)
-    judged = [one for one in _lists(held_out, settings) if _has_both(one, settings)]
-    if settings.loss == "listwise" and not judged:
+    listwise = settings.loss == "listwise"
+    judged = _judged_lists(held_out, settings)
+    if listwise and not judged:
         raise TaskError(
             "evaluation: no query has both a hit and another passage, so there is no order to "
             f"judge; a hit has a score of {settings.relevant:g} or more (relevant)"
@@ -107,23 +107,18 @@ def finetune_cross_encoder(
         pairs.check_lengths(network.tokenizer, texts, settings, name)
     task = {"task": "cross-encoder", **asdict(settings)}
     checkpoints = Checkpoints(folder, model, task, training, rows, held_out)
-    listwise = settings.loss == "listwise"
-    trainer = CrossEncoderTrainer(
-        model=pairs.accelerated(network, training),
-        args=trainer_arguments(
-            CrossEncoderTrainingArguments,
-            checkpoints.folder,
-            training,
-            num_features=len(lists if listwise else rows),
-            best="eval_ndcg@10" if listwise else "eval_spearman",
-        ),
-        train_dataset=_dataset(lists if listwise else rows, settings),
+    return pairs.run(
+        "cross-encoder",
+        (CrossEncoderTrainer, CrossEncoderTrainingArguments),
+        network,
+        checkpoints,
+        settings,
+        training,
+        best="ndcg@10" if listwise else "spearman",
+        dataset=_dataset(rows, settings),
         loss=_loss(network, settings, training),
         evaluator=_evaluator(held_out, judged, settings, training.batch_size),
-        optimizers=(optimizer_of(network, training), None),
-        callbacks=callbacks_of(training),
     )
-    return pairs.run("cross-encoder", trainer, network, checkpoints, settings, training)
 
 
 def evaluate_cross_encoder(
@@ -143,7 +138,7 @@ def evaluate_cross_encoder(
     network = CrossEncoder(str(folder), max_length=settings.max_length, device=pairs.device())
     texts = [(row[settings.first], row[settings.second]) for row in rows]
     pairs.check_lengths(network.tokenizer, texts, settings, name)
-    lists = [one for one in _lists(rows, settings) if _has_both(one, settings)]
+    lists = _judged_lists(rows, settings)
     return pairs.judged(network, _evaluator(rows, lists, settings, batch_size), **options)
 
 
@@ -158,8 +153,13 @@ def _lists(rows: list[dict], settings: CrossEncoderSettings) -> list[dict]:
     return list(found.values())
 
 
-def _has_both(one: dict, settings: CrossEncoderSettings) -> bool:
-    return len({score >= settings.relevant for score in one["scores"]}) == 2
+def _judged_lists(rows: list[dict], settings: CrossEncoderSettings) -> list[dict]:
+    """Those with both hits and other passages, whose order tells something."""
+    return [
+        one
+        for one in _lists(rows, settings)
+        if len({score >= settings.relevant for score in one["scores"]}) == 2
+    ]
 
 
 def _dataset(rows: list[dict], settings: CrossEncoderSettings):
@@ -167,6 +167,7 @@ def _dataset(rows: list[dict], settings: CrossEncoderSettings):
 
     listwise = settings.loss == "listwise"
     second, score = ("passages", "scores") if listwise else (settings.second, settings.score)
+    rows = _lists(rows, settings) if listwise else rows
     labels = [row[score] if listwise else float(row[score]) for row in rows]
     return datasets.Dataset.from_dict(
         {

@@ -12,7 +12,7 @@ import transformers
 
 from fastbert.tasks import pairs
 from fastbert.tasks.pairs import PairSettings
-from fastbert.tasks.recipe import TrainingSettings, callbacks_of, optimizer_of, trainer_arguments
+from fastbert.tasks.recipe import TrainingSettings
 from fastbert.tasks.resuming import Checkpoints
 from fastbert.tasks.runs import Finetuned
 from fastbert.tasks.tables import TaskError
@@ -95,22 +95,18 @@ def finetune_bi_encoder(
             pairs.check_lengths(network.tokenizer, [r[column] for r in some], settings, name)
     task = {"task": "bi-encoder", **asdict(settings)}
     checkpoints = Checkpoints(folder, model, task, training, rows, held_out)
-    trainer = SentenceTransformerTrainer(
-        model=pairs.accelerated(network, training),
-        args=trainer_arguments(
-            SentenceTransformerTrainingArguments,
-            checkpoints.folder,
-            training,
-            num_features=len(rows),
-            best="eval_cosine_ndcg@10" if settings.score is None else "eval_spearman_cosine",
-        ),
-        train_dataset=_dataset(rows, settings),
+    return pairs.run(
+        "bi-encoder",
+        (SentenceTransformerTrainer, SentenceTransformerTrainingArguments),
+        network,
+        checkpoints,
+        settings,
+        training,
+        best="cosine_ndcg@10" if settings.score is None else "spearman_cosine",
+        dataset=_dataset(rows, settings),
         loss=_loss(network, settings),
         evaluator=_evaluator(held_out, settings, training.batch_size),
-        optimizers=(optimizer_of(network, training), None),
-        callbacks=callbacks_of(training),
     )
-    return pairs.run("bi-encoder", trainer, network, checkpoints, settings, training)
 
 
 def evaluate_bi_encoder(
