@@ -45,7 +45,7 @@ def _bwd_fake(dout, q, k, v, *args):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _keep_mask(num_heads, dropout_p, site, rng_state):
+def keep_masks(num_heads, dropout_p, site, rng_state):
     """Threshold, and the masks of a range of sequences as the references ask for them."""
     threshold = dropout_threshold(dropout_p)
 
@@ -71,7 +71,7 @@ def _fwd_with_mask(
     site,
     rng_state,
 ):
-    threshold, masks = _keep_mask(q.shape[1], dropout_p, site, rng_state)
+    threshold, masks = keep_masks(q.shape[1], dropout_p, site, rng_state)
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k)
     if q.device.type == "cpu":
         return attention_reference(*tensors, softmax_scale, window, threshold, masks)
@@ -96,7 +96,7 @@ def _bwd_with_mask(
     site,
     rng_state,
 ):
-    threshold, masks = _keep_mask(q.shape[1], dropout_p, site, rng_state)
+    threshold, masks = keep_masks(q.shape[1], dropout_p, site, rng_state)
     tensors = (dout, q, k, v, softmax_lse, cu_seqlens_q, cu_seqlens_k)
     if q.device.type == "cpu":
         return attention_bwd_reference(*tensors, softmax_scale, window, threshold, masks)
@@ -126,14 +126,14 @@ def _kernel_reasons(*args) -> list[str]:
 
 def _gpu_reasons(*args) -> list[str]:
     heads = next(a for a in args[:2] if isinstance(a, torch.Tensor) and a.dim() == 3)
-    return _kernel_reasons(*args) + _head_dim_reasons(heads.shape[-1])
+    return _kernel_reasons(*args) + head_dim_reasons(heads.shape[-1])
 
 
 def _packed_qkv_gpu_reasons(dout, qkv, num_heads, *args) -> list[str]:
-    return _kernel_reasons(dout, qkv) + _head_dim_reasons(qkv.shape[-1] // (3 * num_heads))
+    return _kernel_reasons(dout, qkv) + head_dim_reasons(qkv.shape[-1] // (3 * num_heads))
 
 
-def _head_dim_reasons(head_dim: int) -> list[str]:
+def head_dim_reasons(head_dim: int) -> list[str]:
     if 0 < head_dim <= MAX_HEAD_DIM:
         return []
     return [f"the head dim is {head_dim}, the kernel takes 1 to {MAX_HEAD_DIM}"]

@@ -9,7 +9,7 @@ import functools
 import torch
 
 from fastbert import dispatch
-from fastbert.ops.attention import DTYPES, _head_dim_reasons, _keep_mask, checked_lengths
+from fastbert.ops.attention import DTYPES, checked_lengths, head_dim_reasons, keep_masks
 from fastbert.ops.kernel_inputs import dtype_reasons
 from fastbert.ops.philox import check_rng_state
 from fastbert.reference.disentangled_attention import (
@@ -54,7 +54,7 @@ def _fwd_with_mask(
         buckets,
         cu_seqlens,
         softmax_scale,
-        *_keep_mask(q.shape[1], dropout_p, site, rng_state),
+        *keep_masks(q.shape[1], dropout_p, site, rng_state),
     )
 
 
@@ -86,7 +86,7 @@ def _bwd_with_mask(
         buckets,
         cu_seqlens,
         softmax_scale,
-        *_keep_mask(q.shape[1], dropout_p, site, rng_state),
+        *keep_masks(q.shape[1], dropout_p, site, rng_state),
     )
 
 
@@ -96,7 +96,7 @@ def _kernel_reasons(q, k, v, *args) -> list[str]:
 
 def _gpu_reasons(q, k, *args) -> list[str]:
     # Of either direction's first two arguments the second has heads.
-    return dtype_reasons(q=q) + _head_dim_reasons(k.shape[-1])
+    return dtype_reasons(q=q) + head_dim_reasons(k.shape[-1])
 
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? position_key, Tensor? position_query"

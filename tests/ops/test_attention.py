@@ -135,7 +135,7 @@ def test_attention_padded_matches_the_loop(lengths, p, window, dtype, monkeypatc
     values = {k: v.to(dtype) for k, v in inputs(*lengths, 3, 16, idle=2).items()}
     values["v"][-2:] = torch.nan  # idle rows may hold anything
     starts = [cu_seqlens(side) for side in lengths]
-    options = (0.25, window, *module._keep_mask(3, p, 8, RNG))
+    options = (0.25, window, *module.keep_masks(3, p, 8, RNG))
     bounds = (max(lengths[0]) + 3, max(lengths[1]) + 1)
     out, lse = module.attention_reference(*values.values(), *starts, *options)
     padded = module.attention_padded_reference(*values.values(), *starts, *bounds, *options)
