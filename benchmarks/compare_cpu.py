@@ -1,6 +1,6 @@
 """BERT inference on this machine's CPU: fastbert beside the libraries people use.
 
-    python benchmarks/compare_cpu.py [--case bf16] [--peers LIST] [--rounds 5] [--quick]
+    python benchmarks/compare_cpu.py [--case bf16] [--peers LIST] [--rounds 7] [--quick]
         [--prepare] [--profile] [--json PATH] [--plot PATH] [--texts PATH ...]
 
 transformers (eager, sdpa), torch.compile (default, freezing), ONNX Runtime (fp32, int8), OpenVINO

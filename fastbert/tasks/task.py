@@ -153,7 +153,7 @@ class Task:
         return {"id2label": names, "label2id": {name: index for index, name in names.items()}}
 
     def description(self) -> dict:
-        """What `task_from` needs to make it again, for JSON."""
+        """What `registry.read_task` needs to make it again, for JSON."""
         return {"task": self.name, "settings": asdict(self.settings), "labels": self.labels}
 
 
