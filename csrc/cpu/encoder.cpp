@@ -132,35 +132,41 @@ struct Rows {
   }
 };
 
-// out = left · right + bias, through GELU where that is said.
+// left · right + bias, through GELU where that is said, into `out`; then finish_rows.
 void project(const Rows& left, const PackedRight& right, const float* bias, Gelu gelu,
-             const Rows& out) {
+             const Rows& out, const FinishRows& finish_rows = {}) {
   Finish finish{out.dtype, out.data, right.columns()};
   finish.bias = bias;
   finish.gelu = gelu;
-  multiply({left.dtype, left.data, left.rows, left.columns, left.columns}, false, right, finish);
+  multiply({left.dtype, left.data, left.rows, left.columns, left.columns}, false, right, finish,
+           finish_rows);
 }
 
-// out = LayerNorm(x + residual).
-void add_norm(const Rows& x, const Rows& residual, const float* weight, const float* bias,
-              float eps, float* statistics, const Rows& out) {
-  const AddLayerNorm a{x.dtype,
-                       x.dtype,
-                       x.columns,
-                       eps,
+struct Norm {
+  const float *weight, *bias;
+  float eps;
+  float* statistics;  // 2 floats a row
+};
+
+// out = LayerNorm(residual + left · right + bias); `sum` holds the product.
+void project_add_norm(const Rows& left, const PackedRight& right, const float* bias,
+                      const Rows& residual, const Norm& norm, const Rows& sum, const Rows& out) {
+  const AddLayerNorm a{sum.dtype,
+                       sum.dtype,
+                       sum.columns,
+                       norm.eps,
                        {DropoutStream{}, 1.0f},
-                       x.data,
+                       sum.data,
                        nullptr,
                        residual.data,
-                       weight,
-                       bias,
+                       norm.weight,
+                       norm.bias,
                        out.data,
                        nullptr,
-                       statistics,
-                       statistics + x.rows};
-  for_each_row_range(x.rows, x.columns, [&](int64_t begin, int64_t end) {
-    kernels().add_layer_norm_fwd(a, begin, end);
-  });
+                       norm.statistics,
+                       norm.statistics + sum.rows};
+  project(left, right, bias, Gelu::kNone, sum,
+          [&a](int64_t begin, int64_t end) { kernels().add_layer_norm_fwd(a, begin, end); });
 }
 
 }  // namespace
@@ -202,22 +208,23 @@ at::Tensor encoder_fwd_cpu(const at::Tensor& hidden_states, at::TensorList weigh
   Rows x(input);
   for (const Layer& layer : layers) {
     const Vectors& v = layer.vectors;
+    const Norm attention_norm{v.attention_norm_weight, v.attention_norm_bias,
+                              static_cast<float>(eps), statistics.as<float>()};
+    const Norm output_norm{v.output_norm_weight, v.output_norm_bias, static_cast<float>(eps),
+                           statistics.as<float>()};
     project(x, layer.qkv, v.qkv, Gelu::kNone, Rows(qkv));
     run_attention_tasks(attention, tasks, false);
-    project(context, layer.attention_output, v.attention_output, Gelu::kNone, all_projected);
-    add_norm(all_projected, x, v.attention_norm_weight, v.attention_norm_bias, eps,
-             statistics.as<float>(), all_attended);
+    project_add_norm(context, layer.attention_output, v.attention_output, x, attention_norm,
+                     all_projected, all_attended);
     for (int64_t first = 0; first < rows; first += kFeedForwardRows) {
       const int64_t count = std::min(kFeedForwardRows, rows - first);
-      const Rows part = all_attended.part(first, count),
-                 part_out = all_projected.part(first, count);
+      const Rows part = all_attended.part(first, count);
       Rows inner(hidden);
       inner.rows = count;
       inner.columns = layer.intermediate.columns();
       project(part, layer.intermediate, v.intermediate, gelu, inner);
-      project(inner, layer.output, v.output, Gelu::kNone, part_out);
-      add_norm(part_out, part, v.output_norm_weight, v.output_norm_bias, eps,
-               statistics.as<float>(), out.part(first, count));
+      project_add_norm(inner, layer.output, v.output, part, output_norm,
+                       all_projected.part(first, count), out.part(first, count));
     }
     x = out;
   }

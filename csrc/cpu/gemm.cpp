@@ -288,7 +288,8 @@ float PackedRight::plain_product(const float* row, int64_t column) const {
   return total;
 }
 
-void multiply(const Source& left, bool transposed, const PackedRight& right, const Finish& finish) {
+void multiply(const Source& left, bool transposed, const PackedRight& right, const Finish& finish,
+              const FinishRows& finish_rows) {
   const int64_t rows = transposed ? left.columns : left.rows;
   const int64_t columns = right.columns(), depth = right.depth(), deep = blocks_of(depth);
   if (rows == 0 || columns == 0) return;
@@ -297,6 +298,7 @@ void multiply(const Source& left, bool transposed, const PackedRight& right, con
   const Cut c = cut(rows, columns, depth, a);
   const int64_t bytes = bytes_per_block(a), piece = blocks_per_piece(a);
   const bool may_be_plain = parts_of(a) > 1 && left.dtype == Dtype::kFloat && !transposed;
+  const bool whole_rows = c.column_tasks == 1;
   for_each_range(c.row_tasks * c.column_tasks, 1, [&](int64_t begin, int64_t end) {
     const Tiles tiles(a);
     const Workspace packed(c.row_blocks * deep * bytes);
@@ -331,8 +333,10 @@ void multiply(const Source& left, bool transposed, const PackedRight& right, con
           kernels().finish_block(finish, row, column, height, width, c);
         }
       }
+      if (finish_rows && whole_rows) finish_rows(first_row, last_row);
     }
   });
+  if (finish_rows && !whole_rows) for_each_row_range(rows, columns, finish_rows);
 }
 
 at::Tensor with_contiguous_rows(const at::Tensor& matrix) {

@@ -5,6 +5,7 @@
 
 #include <ATen/ATen.h>
 
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -78,8 +79,13 @@ class PackedRight {
   const char* data_;
 };
 
+// What is left to do for the rows [begin, end) of a product once all their columns are finished, by
+// a thread that still has them in cache where it made them alone.
+using FinishRows = std::function<void(int64_t begin, int64_t end)>;
+
 // finish(left · right), left read as its transpose where that is said.
-void multiply(const Source& left, bool transposed, const PackedRight& right, const Finish& finish);
+void multiply(const Source& left, bool transposed, const PackedRight& right, const Finish& finish,
+              const FinishRows& finish_rows = {});
 
 // --- the products of a linear layer ---
 
