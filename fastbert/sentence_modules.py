@@ -154,7 +154,9 @@ def read_folder(folder: Path) -> SentenceFolder:
         NotImplementedError: a module, or a setting of one, that fastbert does not compute.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder; download the model and give its path")
+        raise FileNotFoundError(
+            f"there is no folder {str(folder)!r}; download the model and give its path"
+        )
     if not (folder / "modules.json").is_file():
         return SentenceFolder(folder)
     found, behind = {"model": folder}, []

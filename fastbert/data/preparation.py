@@ -27,6 +27,7 @@ from fastbert.data.documents import Documents
 from fastbert.data.reading import DOCUMENTS, Piece, pieces_of, read_piece
 from fastbert.data.segmentation import SENTENCES, Segmenter, jieba_segmenter, segmented_starts
 from fastbert.data.sequences import cu_seqlens_of
+from fastbert.folders import check_folder
 
 PLAN = "plan.json"
 SEGMENTERS: dict[str, Callable[[], Segmenter]] = {"jieba": jieba_segmenter}
@@ -91,7 +92,7 @@ def prepare(
         progress: show a bar on stderr.
 
     Raises:
-        FileNotFoundError: an input that is not there.
+        FileNotFoundError: an input, or the tokenizer's folder, that is not there.
         CorpusError: an input that cannot be read, by name and offset.
         ValueError: unknown settings, a slow tokenizer, a folder begun with other settings or
             inputs.
@@ -141,6 +142,7 @@ def _fast_tokenizer(tokenizer):
     if isinstance(tokenizer, (str, os.PathLike)):
         from transformers import AutoTokenizer
 
+        check_folder("tokenizer", tokenizer)
         tokenizer = AutoTokenizer.from_pretrained(tokenizer)
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(

@@ -12,7 +12,6 @@ from torch import nn
 from transformers.modeling_outputs import MaskedLMOutput
 
 from fastbert import dispatch
-from fastbert.cache import CachesWeights
 from fastbert.encoder import (
     add_norm,
     compute_dtype,
@@ -24,6 +23,7 @@ from fastbert.encoder import (
 from fastbert.models.accelerate import swap_classes
 from fastbert.models.inputs import check_tensors
 from fastbert.models.linears import own_linear, own_linears
+from fastbert.models.loading import LoadsFolders
 from fastbert.models.losses import IGNORE_INDEX, mean_loss, rescaled_loss
 from fastbert.models.outputs import Deferred, LazyLogits, LazyMaskedLMOutput
 from fastbert.models.packed import (
@@ -43,7 +43,7 @@ from fastbert.ops.unpad import unpad
 from fastbert.padding import check_mask_shape
 
 
-class Head(CachesWeights):
+class Head(LoadsFolders):
     """Base of every head, before transformers' class."""
 
     def __init__(self, config):

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from fastbert import dispatch
-from fastbert.cache import CachesWeights
 from fastbert.models.accelerate import swap_classes
 from fastbert.models.inputs import check_ids, check_tensors
+from fastbert.models.loading import LoadsFolders
 from fastbert.models.packed import (
     ATTENTION_IMPLEMENTATIONS,
     OUR_KEYWORDS,
@@ -29,7 +29,7 @@ from fastbert.models.packed import (
 from fastbert.padding import PackedBatch, check_mask_shape, restarting_positions
 
 
-class PackedModel(CachesWeights):
+class PackedModel(LoadsFolders):
     """Base of a family's model, before transformers' class.
 
     What cannot be expressed on packed rows (attention weights, masks per query, decoders, caches,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import transformers
 
+from fastbert.folders import check_folder
 from fastbert.tasks.forwards import forwards
 from fastbert.tasks.models import fast_tokenizer, load_network
 from fastbert.tasks.tables import TaskError, check_columns, check_texts
@@ -55,6 +56,7 @@ class FillMask:
         *,
         accelerated: bool = True,
     ):
+        check_folder("folder", folder)
         settings = FillMaskSettings() if settings is None else settings
         self.tokenizer = fast_tokenizer(str(folder))
         if self.tokenizer.mask_token is None:

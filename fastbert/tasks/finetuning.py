@@ -6,6 +6,7 @@ from pathlib import Path
 
 import transformers
 
+from fastbert.folders import check_folder
 from fastbert.tasks.card import write_card
 from fastbert.tasks.models import load_model, load_tokenizer
 from fastbert.tasks.plots import draw
@@ -55,6 +56,7 @@ def finetune(
             that was stopped; before anything is trained.
         OSError: no such checkpoint.
     """
+    check_folder("model", model)
     kind = task_class(task)
     task = kind.name
     settings = kind.settings_class() if settings is None else settings

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from fastbert.folders import check_folder
 from fastbert.tasks.classification import Classification
 from fastbert.tasks.glue import GLUE_TASKS
 from fastbert.tasks.multiple_choice import MultipleChoice
@@ -41,7 +42,9 @@ def read_description(folder: str | Path) -> dict:
 
     Raises:
         TaskError: a folder that `finetune` did not write.
+        FileNotFoundError: no folder.
     """
+    check_folder("folder", folder)
     path = Path(folder) / DESCRIPTION
     if not path.is_file():
         raise TaskError(f"{folder} has no {DESCRIPTION}; `fastbert finetune` writes such folders")

@@ -14,6 +14,7 @@ from pathlib import Path
 import transformers
 from torch import nn
 
+from fastbert.folders import check_folder
 from fastbert.tasks import pairs
 from fastbert.tasks.pairs import PairSettings
 from fastbert.tasks.recipe import TrainingSettings
@@ -77,6 +78,7 @@ def finetune_cross_encoder(
         CrossEncoderTrainingArguments,
     )
 
+    check_folder("model", model)
     settings = CrossEncoderSettings() if settings is None else settings
     training = TrainingSettings() if training is None else training
     folder, rows, held_out = pairs.checked_rows(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import transformers
 
+from fastbert.folders import check_folder
 from fastbert.tasks import pairs
 from fastbert.tasks.pairs import PairSettings
 from fastbert.tasks.recipe import TrainingSettings
@@ -76,6 +77,7 @@ def finetune_bi_encoder(
         SentenceTransformerTrainingArguments,
     )
 
+    check_folder("model", model)
     settings = BiEncoderSettings() if settings is None else settings
     training = TrainingSettings() if training is None else training
     folder, rows, held_out = pairs.checked_rows(

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from fastbert.folders import check_folder
+
 READY = Path(__file__).parent / "configs"
 
 
@@ -400,7 +402,7 @@ def _faults_of_model(config: PretrainConfig) -> list[str]:
         if getattr(model, name) < 1:
             faults.append(f"model.{name} must be at least 1, got {getattr(model, name)}")
     if model.init_from is not None:
-        return faults
+        return faults + _faults_of_folder("model.init_from", model.init_from)
     if model.hidden_size % max(model.num_attention_heads, 1):
         faults.append(
             f"model.hidden_size {model.hidden_size} must be a multiple of "
@@ -416,6 +418,14 @@ def _faults_of_model(config: PretrainConfig) -> list[str]:
     return faults
 
 
+def _faults_of_folder(name: str, folder: str) -> list[str]:
+    try:
+        check_folder(name, folder)
+    except FileNotFoundError as error:
+        return [str(error)]
+    return []
+
+
 def _faults_of_distillation(config: DistillConfig) -> list[str]:
     faults, student, settings = [], config.model, config.distillation
     if not settings.teacher:
@@ -423,6 +433,8 @@ def _faults_of_distillation(config: DistillConfig) -> list[str]:
             "distillation.teacher is not set; give --distillation.teacher FOLDER or set it in the "
             "file"
         )
+    else:
+        faults += _faults_of_folder("distillation.teacher", settings.teacher)
     if not 0 < settings.temperature < math.inf:
         faults.append(f"distillation.temperature must be above 0, got {settings.temperature}")
     for name in ("soft_weight", "mlm_weight", "cosine_weight"):

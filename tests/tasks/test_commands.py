@@ -104,6 +104,15 @@ def test_help_lists_the_options_of_a_task():
         (("evaluate", "MODEL", "rows.csv"), "there is no file rows.csv"),
         (("evaluate", "MODEL", "FILE", "--label", "stars"), "no column 'stars'"),
         (("evaluate", "nowhere", "rows.csv"), "has no fastbert_task.json"),
+        (("evaluate", "./nowhere", "rows.csv"), "folder: there is no folder './nowhere'"),
+        (("predict", "tests/nowhere", "rows.csv"), "there is no folder 'tests/nowhere'"),
+        (("fill-mask", "a/b/c", "FILE"), "folder: there is no folder 'a/b/c'; name the folder"),
+        (("rerank", "~/model", "FILE"), "folder: there is no folder '~/model'"),
+        (("similarity", "nowhere/", "FILE"), "there is no folder"),
+        (
+            ("finetune", "cola", "nowhere/", "--train", "FILE", "--output", "out"),
+            "model: there is no folder 'nowhere/'",
+        ),
         (("predict", "MODEL", "FILE", "--overlong", "cut"), "overlong must be one of"),
         (("predict", "MODEL", "-"), "standard input has no rows"),
         (

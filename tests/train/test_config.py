@@ -76,6 +76,7 @@ def test_files_that_are_none(tmp_path):
         ({"precision": "tf32"}, "tf32 is of GPUs"),
         ({"model": {"hidden_size": 100}}, "hidden_size 100 must be a multiple of"),
         ({"model": {"max_position_embeddings": 128}}, "max_length 512 exceeds .*raise that"),
+        ({"model": {"init_from": "./nowhere"}}, "model.init_from: there is no folder './nowhere'"),
         ({"phases": []}, "phases is empty"),
         ({"phases": [{"tokens_per_step": 100_000}]}, "nearest: 98304"),
         ({"phases": [{"tokens_per_batch": 256}]}, "max_length must lie in 5 to tokens_per_batch"),
