@@ -59,6 +59,10 @@ def encode_file(
     source, target = Path(source), Path(target)
     keep = (column,) if keep is None else tuple(keep)
     _check(source, target, keep)
+    for row in islice(_rows(source), 1):
+        _field(row, column, source, 1, "column")
+        for name in keep:
+            _field(row, name, source, 1, "keep")
     part = target.with_name(target.name + ".part")
     notes = part.with_name(part.name + ".json")
     identity = {
@@ -151,17 +155,18 @@ def _rows(source: Path) -> Iterator[dict]:
             yield from read_json_lines(lines, str(source))
 
 
-def _field(row: dict, column: str, source: Path, number: int):
+def _field(row: dict, column: str, source: Path, number: int, option: str):
     if column not in row:
         raise ValueError(
-            f"{source}, row {number} has no column {column!r}; it has {', '.join(row) or 'none'}"
+            f"{source}, row {number} has no column {column!r}; it has {', '.join(row) or 'none'}. "
+            f"Name the right one by --{option} ({option}= in Python)"
         )
     return row[column]
 
 
 def _texts(source: Path, column: str) -> Iterator[str]:
     for number, row in enumerate(_rows(source), 1):
-        text = _field(row, column, source, number)
+        text = _field(row, column, source, number, "column")
         if not isinstance(text, str):
             raise TypeError(
                 f"{source}, row {number}: {column} must be a string, got {type(text).__name__}"
@@ -171,7 +176,7 @@ def _texts(source: Path, column: str) -> Iterator[str]:
 
 def _kept(source: Path, keep: tuple[str, ...]) -> Iterator[dict]:
     for number, row in enumerate(_rows(source), 1):
-        yield {name: _field(row, name, source, number) for name in keep}
+        yield {name: _field(row, name, source, number, "keep") for name in keep}
 
 
 # --- the target -----------------------------------------------------------------------------------

@@ -105,6 +105,10 @@ def test_bad_input_is_refused(embedder, tmp_path):
         encode_file(embedder, source, tmp_path / "out.csv")
     with pytest.raises(ValueError, match="row 1 has no column 'body'; it has id, text"):
         encode_file(embedder, source, tmp_path / "out.jsonl", column="body")
+    with pytest.raises(ValueError, match=r"no column 'title'.* Name the right one by --keep"):
+        encode_file(embedder, source, tmp_path / "out.jsonl", keep=["title"])
+    # With the right column it begins anew.
+    assert list(tmp_path.iterdir()) == [source]
     with pytest.raises(TypeError, match="row 1: id must be a string, got int"):
         encode_file(embedder, source, tmp_path / "ids.jsonl", column="id")
     source.write_text('{"text": "a"}\nnot JSON\n')
