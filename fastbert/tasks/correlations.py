@@ -1,5 +1,6 @@
 """Agreement of numbers with numbers."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,15 +20,23 @@ def correlations(truth: Sequence[float], given: Sequence[float]) -> dict[str, fl
     }
 
 
-def number_in(value, where: str) -> float:
+UNBOUNDED = (-math.inf, math.inf)
+
+
+def number_in(value, where: str, bounds: tuple[float, float] = UNBOUNDED) -> float:
     """
     Raises:
-        TaskError: the value is no finite number; where says of which row and column.
+        TaskError: the value is no finite number within the bounds; where says of which row and
+            column.
     """
+    low, high = bounds
+    wanted = "a number" if bounds == UNBOUNDED else f"a number in [{low:g}, {high:g}]"
     try:
         number = float(value)
     except (TypeError, ValueError) as error:
-        raise TaskError(f"{where} must be a number, got {value!r}") from error
-    if not np.isfinite(number):
+        raise TaskError(f"{where} must be {wanted}, got {value!r}") from error
+    if not math.isfinite(number):
         raise TaskError(f"{where} must be finite, got {value!r}")
+    if not low <= number <= high:
+        raise TaskError(f"{where} must be {wanted}, got {value!r}")
     return number

@@ -1,7 +1,7 @@
 """What a masked language model puts in place of masks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import transformers
@@ -10,7 +10,7 @@ from fastbert.folders import check_folder
 from fastbert.tasks.forwards import forwards
 from fastbert.tasks.models import fast_tokenizer, load_network
 from fastbert.tasks.tables import TaskError, check_columns, check_texts
-from fastbert.tasks.task import TaskSettings, features_of, longest, tokenize
+from fastbert.tasks.task import TaskSettings, features_of, fitted, tokenize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +62,7 @@ class FillMask:
         if self.tokenizer.mask_token is None:
             raise TaskError(f"the tokenizer of {folder} has no mask; take a masked language model")
         self.model = load_network("AutoModelForMaskedLM", str(folder), accelerated=accelerated)
-        limit = longest(settings, self.tokenizer, self.model.config)
-        self.settings = replace(settings, max_length=limit)
+        self.settings = fitted(settings, self.tokenizer, self.model.config)
 
     def fill(
         self,

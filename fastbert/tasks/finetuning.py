@@ -1,7 +1,6 @@
 """Fine-tuning a model on a task of transformers' Trainer."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import transformers
@@ -15,14 +14,15 @@ from fastbert.tasks.registry import task_class, write_description
 from fastbert.tasks.resuming import Checkpoints
 from fastbert.tasks.runs import (
     Finetuned,
+    RunRows,
     epochs_of,
     output_folder,
     plain,
-    rows_and_held_out,
+    rows_of_run,
     write_metrics,
 )
 from fastbert.tasks.tables import TaskError
-from fastbert.tasks.task import Task, TaskSettings, longest
+from fastbert.tasks.task import Task, TaskSettings, fitted
 
 
 def finetune(
@@ -71,27 +71,23 @@ def finetune(
     beside = worker.evaluation_beside(train if evaluation is None else evaluation)
     if evaluation_split is None and beside is not None:
         evaluation, evaluation_split = beside
-    rows, held_out = rows_and_held_out(
-        train, evaluation, split, evaluation_split, training.seed, worker.read
-    )
-
-    worker.check(rows, "train", labelled=True)
-    worker = kind(settings, worker.labels_of(rows))
-    worker.check(held_out, "evaluation", labelled=True)
+    found = rows_of_run(train, evaluation, split, evaluation_split, training.seed, worker.read)
+    rows, held_out = found.train, found.held_out
+    worker = _checked(kind, settings, found)
 
     tokenizer = load_tokenizer(worker, model)
     transformers.set_seed(training.seed)
     network = load_model(worker, model, new_head=True, accelerated=training.accelerated)
-    limit = longest(settings, tokenizer, network.config)
-    worker.settings = replace(settings, max_length=limit)
+    worker.settings = fitted(settings, tokenizer, network.config)
 
-    checkpoints = Checkpoints(output, model, worker.description(), training, rows, held_out)
+    features = worker.encode(rows, tokenizer, labelled=True).features
     judged = worker.encode(held_out, tokenizer, labelled=True).by_length()
+    checkpoints = Checkpoints(output, model, worker.description(), training, rows, held_out)
     trainer = _trainer(
         worker,
         network,
         tokenizer,
-        worker.encode(rows, tokenizer, labelled=True).features,
+        features,
         judged.features,
         lambda p: worker.metrics(held_out, worker.answers(held_out, judged, p.predictions)),
         checkpoints.folder,
@@ -115,6 +111,19 @@ def finetune(
     write_card(worker, result, training, model, len(rows), len(held_out), pictures)
     checkpoints.remove()
     return result
+
+
+def _checked(kind: type[Task], settings: TaskSettings, found: RunRows) -> Task:
+    """The task with the labels of the training rows, which the rows to judge by have to know."""
+    worker = kind(settings)
+    name, rows = found.sources[0]
+    worker.check(rows, name, labelled=True)
+    worker = kind(settings, worker.labels_of(found.train))
+    # Held-out rows are told by the number they have in their file.
+    name, rows = found.sources[-1]
+    held_out = "" if len(found.sources) == 2 else ", held out to judge by"
+    worker.check(rows, f"{name}{held_out}", labelled=True)
+    return worker
 
 
 def _trainer(

@@ -10,15 +10,17 @@ import torch
 
 from fastbert.models.accelerate import accelerate
 from fastbert.tasks.card import picture_lines
+from fastbert.tasks.correlations import number_in
 from fastbert.tasks.plots import draw_history
 from fastbert.tasks.recipe import TrainingSettings, callbacks_of, optimizer_of, trainer_arguments
 from fastbert.tasks.registry import write_description
 from fastbert.tasks.resuming import Checkpoints
 from fastbert.tasks.runs import (
     Finetuned,
+    RunRows,
     epochs_of,
     output_folder,
-    rows_and_held_out,
+    rows_of_run,
     write_metrics,
 )
 from fastbert.tasks.tables import TaskError, check_columns, check_texts
@@ -60,8 +62,8 @@ def checked_rows(
     settings: PairSettings,
     training: TrainingSettings,
     **checks,
-) -> tuple[Path, list[dict], list[dict]]:
-    """The folder to write, rows to train and rows to judge by.
+) -> tuple[Path, RunRows]:
+    """The folder to write and the rows.
 
     Args:
         sources, splits: of training and evaluation.
@@ -72,10 +74,10 @@ def checked_rows(
         TaskError: what does not fit, with its row.
     """
     folder = output_folder(output)
-    rows, held_out = rows_and_held_out(*sources, *splits, training.seed)
-    for name, some in (("train", rows), ("evaluation", held_out)):
+    rows = rows_of_run(*sources, *splits, training.seed)
+    for name, some in rows.sources:
         check(some, settings, name, **checks)
-    return folder, rows, held_out
+    return folder, rows
 
 
 def check(
@@ -98,20 +100,10 @@ def check(
     columns = {"first": settings.first, "second": settings.second, "score": settings.score}
     check_columns(rows, {**columns, "negative": negative}, name)
     check_texts(rows, [settings.first, settings.second, negative], name)
+    if settings.score is None:
+        return
     for number, row in enumerate(rows, 1):
-        if settings.score is not None and not _within(row[settings.score], bounds):
-            raise TaskError(
-                f"{name}, row {number}: {settings.score!r} must be a number in "
-                f"[{bounds[0]:g}, {bounds[1]:g}], got {row[settings.score]!r}"
-            )
-
-
-def _within(value, bounds: tuple[float, float]) -> bool:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return False
-    return bool(np.isfinite(number)) and bounds[0] <= number <= bounds[1]
+        number_in(row[settings.score], f"{name}, row {number}: {settings.score!r}", bounds)
 
 
 def check_lengths(tokenizer, texts: Sequence, settings: PairSettings, name: str) -> None:

@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,7 +9,7 @@ import transformers
 
 from fastbert.tasks.models import load_model, load_tokenizer
 from fastbert.tasks.registry import read_task
-from fastbert.tasks.task import longest
+from fastbert.tasks.task import fitted
 
 
 class Predictor:
@@ -29,8 +28,7 @@ class Predictor:
         self.task = read_task(folder, **changes)
         self.tokenizer = load_tokenizer(self.task, str(folder))
         self.model = load_model(self.task, str(folder), new_head=False, accelerated=accelerated)
-        limit = longest(self.task.settings, self.tokenizer, self.model.config)
-        self.task.settings = replace(self.task.settings, max_length=limit)
+        self.task.settings = fitted(self.task.settings, self.tokenizer, self.model.config)
 
     def predict(
         self,

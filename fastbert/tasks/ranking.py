@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from fastbert.folders import check_folder
 from fastbert.tasks.forwards import forwards
 from fastbert.tasks.models import fast_tokenizer, load_network
 from fastbert.tasks.tables import TaskError, check_columns, check_texts
-from fastbert.tasks.task import TaskSettings, features_of, longest, tokenize
+from fastbert.tasks.task import TaskSettings, features_of, fitted, tokenize
 
 ACTIVATIONS = {"Sigmoid": expit, "Identity": lambda scores: scores}
 
@@ -74,8 +74,7 @@ class Reranker:
                 "a model by `fastbert finetune cross-encoder`"
             )
         self._activation = _activation(Path(folder), self.model.config)
-        limit = longest(settings, self.tokenizer, self.model.config)
-        self.settings = replace(settings, max_length=limit)
+        self.settings = fitted(settings, self.tokenizer, self.model.config)
 
     def scores(
         self,

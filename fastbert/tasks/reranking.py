@@ -16,6 +16,7 @@ from torch import nn
 
 from fastbert.folders import check_folder
 from fastbert.tasks import pairs
+from fastbert.tasks.correlations import UNBOUNDED
 from fastbert.tasks.pairs import PairSettings
 from fastbert.tasks.recipe import TrainingSettings
 from fastbert.tasks.resuming import Checkpoints
@@ -25,7 +26,7 @@ from fastbert.tasks.tables import TaskError
 # What the scores of each loss lie in.
 BOUNDS = {
     "binary": (0.0, 1.0),
-    "regression": (-math.inf, math.inf),
+    "regression": UNBOUNDED,
     "listwise": (0.0, math.inf),
 }
 
@@ -81,7 +82,7 @@ def finetune_cross_encoder(
     check_folder("model", model)
     settings = CrossEncoderSettings() if settings is None else settings
     training = TrainingSettings() if training is None else training
-    folder, rows, held_out = pairs.checked_rows(
+    folder, found = pairs.checked_rows(
         (train, evaluation),
         (split, evaluation_split),
         output,
@@ -89,12 +90,13 @@ def finetune_cross_encoder(
         training,
         bounds=BOUNDS[settings.loss],
     )
+    rows, held_out = found.train, found.held_out
     listwise = settings.loss == "listwise"
     judged = _judged_lists(held_out, settings)
     if listwise and not judged:
         raise TaskError(
-            "evaluation: no query has both a hit and another passage, so there is no order to "
-            f"judge; a hit has a score of {settings.relevant:g} or more (relevant)"
+            f"{found.sources[-1][0]}: no query has both a hit and another passage, so there is no "
+            f"order to judge; a hit has a score of {settings.relevant:g} or more (relevant)"
         )
     transformers.set_seed(training.seed)
     network = CrossEncoder(
@@ -104,7 +106,7 @@ def finetune_cross_encoder(
         device=pairs.device(),
         activation_fn=nn.Sigmoid() if settings.loss == "binary" else nn.Identity(),
     )
-    for name, some in (("train", rows), ("evaluation", held_out)):
+    for name, some in found.sources:
         texts = [(row[settings.first], row[settings.second]) for row in some]
         pairs.check_lengths(network.tokenizer, texts, settings, name)
     task = {"task": "cross-encoder", **asdict(settings)}

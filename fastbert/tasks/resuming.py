@@ -48,7 +48,7 @@ class Checkpoints:
         path = self.folder / RUN
         if self.last() is None:
             shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir()
+            self.folder.mkdir(parents=True)
             path.write_text(json.dumps(run, indent=2) + "\n")
             return
         found = json.loads(path.read_text())

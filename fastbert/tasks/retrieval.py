@@ -80,7 +80,7 @@ def finetune_bi_encoder(
     check_folder("model", model)
     settings = BiEncoderSettings() if settings is None else settings
     training = TrainingSettings() if training is None else training
-    folder, rows, held_out = pairs.checked_rows(
+    folder, found = pairs.checked_rows(
         (train, evaluation),
         (split, evaluation_split),
         output,
@@ -89,10 +89,11 @@ def finetune_bi_encoder(
         bounds=(-1, 1),
         negative=settings.negative,
     )
+    rows, held_out = found.train, found.held_out
     transformers.set_seed(training.seed)
     network = SentenceTransformer(model, device=pairs.device())
     network.max_seq_length = settings.max_length
-    for name, some in (("train", rows), ("evaluation", held_out)):
+    for name, some in found.sources:
         for column in _columns(settings).values():
             pairs.check_lengths(network.tokenizer, [r[column] for r in some], settings, name)
     task = {"task": "bi-encoder", **asdict(settings)}

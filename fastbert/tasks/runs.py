@@ -33,8 +33,23 @@ class Finetuned:
     samples_per_second: float
 
 
+@dataclass(frozen=True)
+class RunRows:
+    """Rows of a run, whole and as they are used.
+
+    Attributes:
+        train, held_out: rows to train and rows to judge by.
+        sources: the one or the two they come from, that of the training rows first: its name in
+            messages, such as `films.csv (train)`, and all its rows.
+    """
+
+    train: list[dict]
+    held_out: list[dict]
+    sources: list[tuple[str, list[dict]]]
+
+
 def output_folder(output: str | Path) -> Path:
-    """The folder, made where it is missing.
+    """The folder, which need not be there: `Checkpoints` makes it when the input is checked.
 
     Raises:
         TaskError: it holds what `finetune` did not write.
@@ -44,14 +59,13 @@ def output_folder(output: str | Path) -> Path:
     # Checkpoints alone are those of a run that was stopped.
     if METRICS not in found and found - {CHECKPOINTS}:
         raise TaskError(f"{output} holds something else than a fine-tuned model; name a new folder")
-    output.mkdir(parents=True, exist_ok=True)
     return output
 
 
-def rows_and_held_out(
+def rows_of_run(
     train, evaluation, split: str | None, evaluation_split: str | None, seed: int, read=read_rows
-) -> tuple[list[dict], list[dict]]:
-    """Rows to train and rows to judge by.
+) -> RunRows:
+    """Rows to train and rows to judge by, not checked.
 
     Args:
         train, evaluation: rows, or what `read` takes; without the latter some are held out.
@@ -62,22 +76,28 @@ def rows_and_held_out(
     Raises:
         TaskError: there are none, or too few to hold some out.
     """
-    rows = _read(train, split, read)
+    name, rows = source = _read("train", train, split, read)
     if evaluation is not None:
-        return rows, _read(evaluation, evaluation_split, read)
+        judged = _read("evaluation", evaluation, evaluation_split, read)
+        return RunRows(rows, judged[1], [source, judged])
     order = np.random.default_rng(seed).permutation(len(rows))
     count = max(1, round(HELD_OUT * len(rows)))
     if count >= len(rows):
-        raise TaskError(f"{len(rows)} rows are too few to hold some out; name evaluation rows")
+        raise TaskError(
+            f"{name}: {len(rows)} rows are too few to hold some out; name evaluation rows"
+        )
     logger.info("no evaluation rows were named: %d of %d rows are held out", count, len(rows))
-    return [rows[i] for i in sorted(order[count:])], [rows[i] for i in sorted(order[:count])]
+    kept, held_out = sorted(order[count:]), sorted(order[:count])
+    return RunRows([rows[i] for i in kept], [rows[i] for i in held_out], [source])
 
 
-def _read(source, split, read) -> list[dict]:
-    rows = read(source, split=split) if isinstance(source, (str, Path)) else list(source)
+def _read(argument: str, source, split, read) -> tuple[str, list[dict]]:
+    named = isinstance(source, (str, Path))
+    rows = read(source, split=split) if named else list(source)
+    name = f"{source} ({argument})" if named else argument
     if not rows:
-        raise TaskError("there are no rows")
-    return rows
+        raise TaskError(f"{name}: there are no rows")
+    return name, rows
 
 
 def plain(metrics: dict) -> dict[str, float]:

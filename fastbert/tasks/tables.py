@@ -82,11 +82,14 @@ def check_columns(rows: Sequence[dict], columns: dict[str, str | None], name: st
     """
     for number, row in enumerate(rows, 1):
         for option, column in columns.items():
-            if column is not None and row.get(column) is None:
-                raise TaskError(
-                    f"{name}, row {number}: no column {column!r}; it has "
-                    f"{', '.join(map(str, row))}. Name the right one by {option}"
-                )
+            if column is None or row.get(column) is not None:
+                continue
+            found = "nothing in the" if column in row else "no"
+            raise TaskError(
+                f"{name}, row {number}: {found} column {column!r}; it has "
+                f"{', '.join(map(str, row)) or 'none'}. Name the right one by --{option} COLUMN "
+                f"({option}= in Python)"
+            )
 
 
 def check_texts(rows: Sequence[dict], columns: Sequence[str | None], name: str) -> None:

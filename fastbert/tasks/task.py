@@ -5,7 +5,7 @@ A row is what a file holds; a feature is what the model sees, one or more of a r
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -157,8 +157,8 @@ class Task:
         return {"task": self.name, "settings": asdict(self.settings), "labels": self.labels}
 
 
-def longest(settings: TaskSettings, tokenizer, model_config) -> int:
-    """Tokens a feature may have.
+def fitted(settings: TaskSettings, tokenizer, model_config) -> TaskSettings:
+    """The settings with the number of tokens a feature may have as max_length.
 
     Raises:
         TaskError: max_length beyond what the model takes, a stride that leaves no room.
@@ -171,7 +171,7 @@ def longest(settings: TaskSettings, tokenizer, model_config) -> int:
         raise TaskError(
             f"stride is {settings.stride}, but a feature has {wanted} tokens; take a smaller one"
         )
-    return int(wanted)
+    return replace(settings, max_length=int(wanted))
 
 
 def _positions(config) -> int:

@@ -115,7 +115,7 @@ def test_metrics_of_one_label():
 @pytest.mark.parametrize(
     ("settings", "row", "message"),
     [
-        ({}, {"text": "a"}, "row 1: no column 'label'; it has text. Name the right one by label"),
+        ({}, {"text": "a"}, "row 1: no column 'label'; it has text. Name .* by --label"),
         ({}, {"sentence": "a"}, "no column 'text'"),
         ({}, {"text": 1, "label": "a"}, "must be text, got 1"),
         ({}, {"text": "a", "label": "c"}, "unknown label 'c'; the model knows a, b"),

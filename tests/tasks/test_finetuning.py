@@ -285,6 +285,17 @@ def test_refusals_come_before_training(checkpoint, reviews, tmp_path):
         run(settings={"text": "body"})
     with pytest.raises(TaskError, match="evaluation, row 1: unknown label 'mixed'"):
         run(evaluation=[{"text": "so so", "label": "mixed"}])
+    # Every label occurs once, so that of the first row held out is unknown.
+    path = tmp_path / "films.jsonl"
+    rows = [{**row, "label": f"label {number}"} for number, row in enumerate(reviews, 1)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    message = r"films.jsonl \(train\), held out to judge by, row (\d+): unknown label 'label \1'"
+    with pytest.raises(TaskError, match=message):
+        run(rows=path)
+    with pytest.raises(TaskError, match=r"films.jsonl \(train\), row 1: no column 'body'"):
+        run(rows=path, settings={"text": "body"})
+    with pytest.raises(TaskError, match=r"films.jsonl \(evaluation\), row 1: unknown label"):
+        run(evaluation=path)
     with pytest.raises(TaskError, match="max_length is 9999, but the model takes"):
         run(settings={"max_length": 9999})
     with pytest.raises(TaskError, match="stride is 64, but a feature has 32 tokens"):
@@ -299,7 +310,9 @@ def test_refusals_come_before_training(checkpoint, reviews, tmp_path):
         run(output=tmp_path / "other")
     with pytest.raises(TaskError, match=r"has no fastbert_task\.json"):
         Predictor(checkpoint)
-    assert not list(tmp_path.glob("**/*.safetensors"))
+    with pytest.raises(TaskError, match="tokens, at most 8 are taken"):
+        run(settings={"max_length": 8, "overlong": "refuse"})
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["films.jsonl", "other"]
 
 
 @pytest.mark.parametrize(

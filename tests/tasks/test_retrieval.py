@@ -237,15 +237,15 @@ def test_refusals(checkpoint, pairs, tmp_path):
 
     scored = [{**row, "passage": row["positive"], "score": "3"} for row in pairs]
     refused("train, row 1: no column 'title'", second="title")
-    refused("no column 'wrong'.*by negative", negative="wrong")
+    refused("no column 'wrong'.*by --negative", negative="wrong")
     refused(r"'score' must be a number in \[-1, 1\], got '3'", scored, score="score")
     refused(r"'score' must be a number in \[0, 1\], got '3'", scored, CrossEncoderSettings)
     bad = [{**row, "score": "much"} for row in scored]
-    for loss, bounds in (("regression", r"\[-inf, inf\]"), ("listwise", r"\[0, inf\]")):
-        refused(f"must be a number in {bounds}, got", bad, CrossEncoderSettings, loss=loss)
+    for loss, wanted in (("regression", "a number"), ("listwise", r"a number in \[0, inf\]")):
+        refused(f"must be {wanted}, got 'much'", bad, CrossEncoderSettings, loss=loss)
     refused("there is no order to judge", scored, CrossEncoderSettings, loss="listwise")
     refused("loss must be one of", kind=CrossEncoderSettings, loss="hinge")
     refused("overlong must be one of", overlong="stride")
     refused("chunk must be at least 1", chunk=0)
     refused("chunk has no meaning beside a score", chunk=2, score="score")
-    assert not list(tmp_path.glob("**/*.safetensors"))
+    assert not list(tmp_path.iterdir())

@@ -106,9 +106,10 @@ def test_names_of_datasets(tmp_path, monkeypatch):
 
 
 def test_columns_are_named_by_their_option():
-    with pytest.raises(TaskError, match=r"train, row 1: no column 'sentence'; it has text, label"):
+    message = r"train, row 1: no column 'sentence'; it has text, label\. Name .* by --text COLUMN"
+    with pytest.raises(TaskError, match=message):
         check_columns(ROWS, {"text": "sentence", "pair": None}, "train")
-    with pytest.raises(TaskError, match="row 2: no column 'label'"):
+    with pytest.raises(TaskError, match="row 2: nothing in the column 'label'; it has text, label"):
         check_columns([ROWS[0], {"text": "a", "label": None}], {"label": "label"}, "train")
     with pytest.raises(TaskError, match="row 1: 'text' must be text, got 3"):
         check_texts([{"text": 3}], ["text"], "train")
