@@ -74,7 +74,8 @@ def accelerate(model: nn.Module) -> nn.Module:
         )
         raise ValueError(
             f"accelerate: {type(model).__name__} holds no model fastbert knows; known are "
-            f"{', '.join(known)}, not classes derived from them"
+            f"{', '.join(known)}, not classes derived from them. fastbert.register_attention() "
+            "gives other encoders its attention"
         )
     return model
 
