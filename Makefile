@@ -85,7 +85,7 @@ env: .venv/.installed
 	@test -n "$(PYTHON)" || { echo "fastbert needs Python 3.11, 3.12 or 3.13 on PATH"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(PIP) --upgrade pip "setuptools>=77" wheel ninja
-	$(PIP) "$(TORCH)"
+	$(PIP) "$(TORCH)" numpy
 	@touch $@
 
 # The build sees the torch it compiles against: no isolation.
