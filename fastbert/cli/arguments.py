@@ -39,9 +39,19 @@ def flat(settings):
     return "settings", tyro.conf.OmitArgPrefixes[type(settings)], settings
 
 
-def model_and_rest(context: typer.Context, command: str) -> tuple[str, list[str]]:
-    """The model, which comes first, and what follows; usage where there is none."""
+def model_and_rest(
+    context: typer.Context, command: str, *, of_model: bool
+) -> tuple[str, list[str]]:
+    """The model, which comes first, and what follows.
+
+    Args:
+        context: with the arguments. command: its name.
+        of_model: the options are those of the model's task, and without a model there is only
+            the usage; False: `--help` alone goes on to `parsed`, which lists them.
+    """
     folder, *rest = context.args or ["--help"]
+    if folder.startswith("-") and not of_model:
+        return folder, ["--help"]
     if folder.startswith("-"):
         typer.echo(f"Usage: fastbert {command} MODEL DATA [options]\n\nMODEL --help lists them.")
         raise typer.Exit

@@ -77,13 +77,14 @@ def finetune(context: typer.Context) -> None:
 
 
 def evaluate(context: typer.Context) -> None:
-    """Metrics of a fine-tuned model: `fastbert evaluate MODEL DATA [--json] [options]`."""
+    """Metrics of a fine-tuned model: `fastbert evaluate MODEL DATA [--json] ...`."""
     with errors_told():
+        # Before the imports, which take seconds that the usage need not wait for.
+        folder, rest = model_and_rest(context, "evaluate", of_model=True)
         from fastbert.tasks.registry import read_description
         from fastbert.tasks.trainings import ENCODERS
 
         json_wanted = ("json", helped(bool, "print JSON"), False)
-        folder, rest = model_and_rest(context, "evaluate")
         description = read_description(folder)
         if description["task"] in ENCODERS:
             given, run = _prepared_encoder(folder, rest, description, json_wanted)
@@ -94,13 +95,13 @@ def evaluate(context: typer.Context) -> None:
 
 
 def predict(context: typer.Context) -> None:
-    """Answers of a fine-tuned model, a JSON object a line: `fastbert predict MODEL DATA [options]`.
+    """Answers of a fine-tuned model, a JSON object a line: `fastbert predict MODEL DATA ...`.
 
     DATA is a file, a dataset, or - for JSON lines from standard input. --table prints the short
     fields with tabs between them.
     """
     with errors_told():
-        folder, rest = model_and_rest(context, "predict")
+        folder, rest = model_and_rest(context, "predict", of_model=True)
         given, run = _prepared(folder, rest, "predict", ("table", helped(bool, "tabs"), False))
         answers = run()
     print_answers(answers, table=given.table)

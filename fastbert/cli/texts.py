@@ -19,7 +19,7 @@ from fastbert.cli.arguments import (
 
 
 def fill_mask(context: typer.Context) -> None:
-    """What stands behind masks: `fastbert fill-mask MODEL DATA [--table] [options]`.
+    """What stands behind masks: `fastbert fill-mask MODEL DATA [--table] ...`.
 
     DATA is a file, a dataset, or - for JSON lines from standard input; an answer is a JSON object.
     """
@@ -27,7 +27,7 @@ def fill_mask(context: typer.Context) -> None:
         from fastbert.tasks import read_rows
         from fastbert.tasks.filling import FillMask, FillMaskSettings
 
-        folder, rest = model_and_rest(context, "fill-mask")
+        folder, rest = model_and_rest(context, "fill-mask", of_model=False)
         table = ("table", helped(bool, "print candidates with tabs"), False)
         given = parsed("fill-mask", rest, FillMaskSettings(), *computing(8), table)
         rows = rows_of(given, read_rows)
@@ -46,7 +46,7 @@ def fill_mask(context: typer.Context) -> None:
 
 
 def rerank(context: typer.Context) -> None:
-    """Passages in a cross-encoder's order: `fastbert rerank MODEL DATA [--table] [options]`.
+    """Passages in a cross-encoder's order: `fastbert rerank MODEL DATA [--table] ...`.
 
     A row has a query and the list of its passages, or one of them.
     """
@@ -54,7 +54,7 @@ def rerank(context: typer.Context) -> None:
         from fastbert.tasks import read_rows
         from fastbert.tasks.ranking import Reranker, RerankSettings
 
-        folder, rest = model_and_rest(context, "rerank")
+        folder, rest = model_and_rest(context, "rerank", of_model=False)
         table = ("table", helped(bool, "print passages with tabs"), False)
         given = parsed("rerank", rest, RerankSettings(), *computing(32), table)
         rows = rows_of(given, read_rows)
@@ -72,7 +72,7 @@ def rerank(context: typer.Context) -> None:
 
 
 def similarity(context: typer.Context) -> None:
-    """Cosines of two texts a row: `fastbert similarity MODEL DATA [--table] [options]`.
+    """Cosines of two texts a row: `fastbert similarity MODEL DATA [--table] ...`.
 
     With --score COLUMN, Spearman's and Pearson's correlation with that column.
     """
@@ -85,7 +85,7 @@ def similarity(context: typer.Context) -> None:
             similarity_metrics,
         )
 
-        folder, rest = model_and_rest(context, "similarity")
+        folder, rest = model_and_rest(context, "similarity", of_model=False)
         given = parsed(
             "similarity",
             rest,

@@ -87,6 +87,19 @@ def test_encoders_are_trained(checkpoint, task, tmp_path):
     assert "no answers of its own: use `fastbert" in told.stderr
 
 
+def test_help_without_a_model():
+    """Of options that a model's task decides only the usage."""
+    told = _run("--help").stdout
+    assert "MODEL DATA [--json] ...`" in " ".join(told.replace("│", " ").split())
+    assert " `." not in told
+    for command in ("evaluate", "predict"):
+        assert f"Usage: fastbert {command} MODEL DATA" in _run(command, "--help").stdout
+    for command, option in (("fill-mask", "--top"), ("rerank", "--passages")):
+        told = _run(command, "--help").stdout
+        assert option in told and "--batch-size" in told
+    assert "--overlong" in _run("similarity", "--help").stdout
+
+
 def test_help_lists_the_options_of_a_task():
     told = _run("finetune", "--help").stdout
     assert "TASK is one of classification" in told
