@@ -190,6 +190,11 @@ class Embedder:
         prefix = self.prefix(prompt_name, prompt)
         if isinstance(texts, str):
             raise TypeError("texts must be a list of strings, got one string; write [text]")
+        if not hasattr(texts, "__len__"):
+            raise TypeError(
+                f"texts must be a list of strings, got {type(texts).__name__}; `stream` takes "
+                "iterators"
+            )
         for number, text in enumerate(texts):
             _check_text(number, text)
         from tqdm import tqdm

@@ -126,6 +126,9 @@ class BertForPreTraining(_Vocabulary, PreTrainingHead, transformers.BertForPreTr
 class BertForNextSentencePrediction(TaskHead, transformers.BertForNextSentencePrediction):
     """Drop-in replacement of `transformers.BertForNextSentencePrediction`."""
 
+    def num_classes(self, inputs, labels):
+        return 2
+
 
 class BertForSequenceClassification(TaskHead, transformers.BertForSequenceClassification):
     """Drop-in replacement of `transformers.BertForSequenceClassification`."""

@@ -21,7 +21,7 @@ from fastbert.encoder import (
     is_unhooked,
 )
 from fastbert.models.accelerate import swap_classes
-from fastbert.models.inputs import check_tensors
+from fastbert.models.inputs import check_labels, check_tensors
 from fastbert.models.linears import own_linear, own_linears
 from fastbert.models.loading import LoadsFolders
 from fastbert.models.losses import IGNORE_INDEX, mean_loss, rescaled_loss
@@ -86,6 +86,8 @@ class TaskHead(Head):
     def forward(self, **inputs):
         num_items_in_batch = inputs.pop("num_items_in_batch", None)
         return_dict = pop_return_dict(self.config, inputs)
+        if not self.plain_forward():
+            self._check_labels(inputs)
         if self.on_packed_model():
             inputs |= self.model_keywords(inputs)
         with own_linears(self):
@@ -94,6 +96,27 @@ class TaskHead(Head):
         if outputs.loss is not None and labels is not None:
             outputs.loss = rescaled_loss(outputs.loss, labels, num_items_in_batch)
         return outputs if return_dict else outputs.to_tuple()
+
+    def _check_labels(self, inputs: dict) -> None:
+        labels = inputs.get("labels")
+        if labels is None:
+            return
+        check_tensors(labels=labels)
+        num_classes = self.num_classes(inputs, labels)
+        if num_classes is not None:
+            check_labels(labels, num_classes)
+
+    def num_classes(self, inputs: dict, labels: torch.Tensor) -> int | None:
+        """Classes that `labels` choose from; None where they are numbers."""
+        ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
+        check_tensors(input_ids=ids, inputs_embeds=embeds)
+        tokens = ids if embeds is None else embeds[..., 0]
+        if tokens is not None and tokens.dim() == 3:
+            return tokens.shape[1]
+        problem, count = self.config.problem_type, self.config.num_labels
+        if problem is None:
+            return None if count == 1 or labels.is_floating_point() else count
+        return count if problem == "single_label_classification" else None
 
     def model_keywords(self, inputs: dict) -> dict:
         """What tells the model which rows the head reads."""
@@ -114,9 +137,19 @@ class FirstTokenHead(TaskHead):
 class TokenClassificationHead(TaskHead):
     """A head with a label a token; one on padding counts, as in transformers."""
 
+    def num_classes(self, inputs, labels):
+        return self.config.num_labels
+
     def rows_read(self, inputs):
         labels = inputs.get("labels")
-        return None if labels is None else labels != IGNORE_INDEX
+        if labels is None:
+            return None
+        ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
+        check_tensors(input_ids=ids, inputs_embeds=embeds, labels=labels)
+        tokens = embeds if ids is None else ids
+        if tokens is not None:
+            check_mask_shape("labels", labels, *tokens.shape[:2])
+        return labels != IGNORE_INDEX
 
 
 def positions_like(inputs: dict, value: bool) -> torch.Tensor | None:

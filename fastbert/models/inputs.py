@@ -3,7 +3,7 @@
 import torch
 
 from fastbert import dispatch
-from fastbert.padding import PackedBatch
+from fastbert.padding import IGNORE_INDEX, PackedBatch
 
 
 def check_tensors(**named) -> None:
@@ -14,6 +14,28 @@ def check_tensors(**named) -> None:
                 f"{name} must be a torch.Tensor, got a {type(value).__name__}; ask the tokenizer "
                 "for return_tensors='pt', or use torch.as_tensor"
             )
+
+
+def check_labels(labels: torch.Tensor, num_classes: int) -> None:
+    """Raises unless `labels`, of any shape, are classes or -100, which counts for nothing.
+
+    Raises:
+        TypeError: labels that are no integers.
+        ValueError: one outside [0, num_classes), on a CPU.
+    """
+    # As torch's cross-entropy takes them.
+    if labels.dtype not in (torch.int64, torch.uint8):
+        raise TypeError(
+            f"labels must be int64, the numbers of classes, got {labels.dtype} of shape "
+            f"{tuple(labels.shape)}; use labels.long()"
+        )
+    if not dispatch.is_checkable(labels):
+        return
+    for label in labels[(labels != IGNORE_INDEX) & ((labels < 0) | (labels >= num_classes))][:1]:
+        raise ValueError(
+            f"labels hold {int(label)}, but there are {num_classes} classes (0 to "
+            f"{num_classes - 1}, and {IGNORE_INDEX} for none); correct them or set num_labels"
+        )
 
 
 def check_ids(name: str, ids: torch.Tensor, num_ids: int, batch: PackedBatch) -> None:

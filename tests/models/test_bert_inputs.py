@@ -296,6 +296,39 @@ def test_wrong_label_shape_raises():
         ours(torch.ones(2, 5, dtype=torch.long), labels=torch.ones(2, 4, dtype=torch.long))
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "count"),
+    [
+        ("BertForTokenClassification", (2, 5), 3),
+        ("BertForSequenceClassification", (2,), 3),
+        ("BertForNextSentencePrediction", (2,), 2),
+        ("BertForMultipleChoice", (2,), 4),
+    ],
+)
+def test_labels_that_are_no_classes_raise(name, shape, count):
+    config = small_bert_config(num_labels=3, problem_type="single_label_classification")
+    ours, _ = model_pair(name, config)
+    ids = torch.ones((2, 4, 5) if "Choice" in name else (2, 5), dtype=torch.long)
+    labels = torch.full(shape, -100)
+    for wrong in (count, -1):
+        labels[0] = wrong
+        with pytest.raises(ValueError, match=f"labels hold {wrong}, but there are {count} classes"):
+            ours(input_ids=ids, labels=labels)
+    labels[0] = count - 1
+    assert ours(input_ids=ids, labels=labels).loss.isfinite()
+    with pytest.raises(TypeError, match="labels must be int64"):
+        ours(input_ids=ids, labels=labels.float())
+    if "Token" in name:
+        with pytest.raises(ValueError, match=r"labels must have shape \(2, 5\) like the input"):
+            ours(input_ids=ids, labels=labels[:, :4])
+
+
+def test_labels_that_are_numbers_are_left_alone():
+    ours, theirs = model_pair("BertForSequenceClassification", small_bert_config(num_labels=3))
+    ids, labels = torch.ones(2, 5, dtype=torch.long), torch.full((2, 3), 7.5)
+    _close(ours(ids, labels=labels).loss, theirs(ids, labels=labels).loss)
+
+
 def test_folders_that_are_not_there_are_told_from_names_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
