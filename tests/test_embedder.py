@@ -190,6 +190,8 @@ def test_cores_are_shared_out():
 
 
 def test_bad_input_is_refused(embedder, real_checkpoint):
+    with pytest.raises(TypeError, match="list of strings, got NoneType; `stream` takes"):
+        embedder.encode(None)
     with pytest.raises(TypeError, match="one string"):
         embedder.encode("text")
     with pytest.raises(TypeError, match="text 1 must be a string, got NoneType"):

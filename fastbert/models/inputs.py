@@ -16,6 +16,17 @@ def check_tensors(**named) -> None:
             )
 
 
+def check_dtype(name: str, states: torch.Tensor, weight: torch.Tensor | None) -> None:
+    """Raises TypeError unless `states` may meet a layer's weight, by autocast or as they are."""
+    if weight is None or not weight.is_floating_point() or states.dtype == weight.dtype:
+        return
+    if not torch.is_autocast_enabled(states.device.type):
+        raise TypeError(
+            f"{name} must be {weight.dtype} like the model's weights, got {states.dtype}; use "
+            f"{name}.to(model.dtype), or torch.autocast"
+        )
+
+
 def check_labels(labels: torch.Tensor, num_classes: int) -> None:
     """Raises unless `labels`, of any shape, are classes or -100, which counts for nothing.
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from fastbert import dispatch
 from fastbert.models.accelerate import swap_classes
-from fastbert.models.inputs import check_ids, check_tensors
+from fastbert.models.inputs import check_dtype, check_ids, check_tensors
 from fastbert.models.loading import LoadsFolders
 from fastbert.models.packed import (
     ATTENTION_IMPLEMENTATIONS,
@@ -198,6 +198,8 @@ class PackedModel(LoadsFolders):
             batch: where the rows come from.
         """
         if input_ids is None:
+            weight = next(next(iter(self.packed_layers())).parameters(), None)
+            check_dtype("inputs_embeds", inputs_embeds, weight)
             return None, batch.unpad(inputs_embeds)
         num_words = getattr(words, "num_embeddings", self.config.vocab_size)
         check_ids("input_ids", input_ids, num_words, batch)

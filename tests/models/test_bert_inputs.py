@@ -323,6 +323,16 @@ def test_labels_that_are_no_classes_raise(name, shape, count):
             ours(input_ids=ids, labels=labels[:, :4])
 
 
+def test_embeddings_of_another_dtype_raise(pair):
+    ours, embeds = pair[0], torch.zeros(2, 5, 48)
+    for dtype in (torch.bfloat16, torch.float64, torch.int64):
+        message = f"inputs_embeds must be torch.float32 like the model's weights, got {dtype}"
+        with pytest.raises(TypeError, match=message):
+            ours(inputs_embeds=embeds.to(dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _states(ours, inputs_embeds=embeds.bfloat16()).isfinite().all()
+
+
 def test_labels_that_are_numbers_are_left_alone():
     ours, theirs = model_pair("BertForSequenceClassification", small_bert_config(num_labels=3))
     ids, labels = torch.ones(2, 5, dtype=torch.long), torch.full((2, 3), 7.5)
