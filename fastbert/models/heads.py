@@ -114,9 +114,11 @@ class TaskHead(Head):
         if tokens is not None and tokens.dim() == 3:
             return tokens.shape[1]
         problem, count = self.config.problem_type, self.config.num_labels
-        if problem is None:
-            return None if count == 1 or labels.is_floating_point() else count
-        return count if problem == "single_label_classification" else None
+        # As transformers guesses the problem.
+        classes = count > 1 and labels.dtype in (torch.int64, torch.int32)
+        if problem == "single_label_classification" or (problem is None and classes):
+            return count
+        return None
 
     def model_keywords(self, inputs: dict) -> dict:
         """What tells the model which rows the head reads."""
