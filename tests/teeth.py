@@ -115,6 +115,18 @@ FAULTS = {
         "pass",
         "tests/train/test_resume.py::test_all_that_was_saved_is_restored",
     ),
+    "NumPy's random state not restored": (
+        "fastbert/train/pretraining.py",
+        'np.random.set_state(state["numpy_rng"])',
+        "pass",
+        "tests/train/test_resume.py::test_all_that_was_saved_is_restored",
+    ),
+    "Python's random state not restored": (
+        "fastbert/train/pretraining.py",
+        'random.setstate(state["python_rng"])',
+        "pass",
+        "tests/train/test_resume.py::test_all_that_was_saved_is_restored",
+    ),
     "schedule not restored": (
         "fastbert/train/pretraining.py",
         'self.scheduler.load_state_dict(state["scheduler"])',
@@ -868,6 +880,7 @@ COPIED = (
     "tests",
     "benchmarks",
     "examples",
+    "docs",
     "setup.py",
     "pyproject.toml",
     "README.md",

@@ -150,20 +150,24 @@ def test_terminated_run_saves_and_goes_on(settings, uninterrupted):
 def test_all_that_was_saved_is_restored(settings):
     """Also what a short run does not depend on: loss scale, random states, the average."""
     settings |= {"precision": "fp16", "average_decay": 0.9}
+
+    def held(run) -> list:
+        return tree_leaves(
+            [run.state(), run.average.state_dict(), torch.load(io.BytesIO(run._host_state()))]
+        )
+
     run = pretraining.Pretraining(config_from(settings))
     torch.rand(7), np.random.rand(7), random.random()
     run.run()
     assert run.scaler.state_dict()["_growth_tracker"] == 12
+    # Before there is another run: the random states are the process's, not a run's.
+    expected = held(run)
     again = pretraining.Pretraining(config_from(settings))
     again.resume()
-    leaves = [
-        tree_leaves([r.state(), r.average.state_dict(), torch.load(io.BytesIO(r._host_state()))])
-        for r in (run, again)
-    ]
-    assert len(leaves[0]) == len(leaves[1]) > 100
-    for ours, expected in zip(*leaves, strict=True):
-        is_tensor = isinstance(expected, torch.Tensor)
-        assert torch.equal(ours, expected) if is_tensor else ours == expected
+    restored = held(again)
+    assert len(restored) == len(expected) > 100
+    for ours, theirs in zip(restored, expected, strict=True):
+        assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs
     assert run.checkpoints.names() == ["step-8", "step-12"], "the last two are kept"
 
 
