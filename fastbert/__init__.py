@@ -20,6 +20,7 @@ _EXPORTS = {
     "Embedder": "fastbert.embedder",
     "GraphedForward": "fastbert.graphed_forward",
     "accelerate": "fastbert.models.accelerate",
+    "freeze": "fastbert.models.freeze",
     "refresh": "fastbert.cache",
     "register_attention": "fastbert.models.attention_interface",
     "register_auto_classes": "fastbert.models.auto_classes",

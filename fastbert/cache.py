@@ -11,6 +11,7 @@ Only CPU weights are copied: comparing values on a GPU would stall the host at e
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -49,11 +50,20 @@ class Fingerprint:
 
     def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether `tensors` are the same storages, unwritten as far as can be seen."""
-        if self.step != _optimizer_steps or self.keys != [_key(t) for t in tensors]:
-            return False
-        if self.by_extension:
-            return torch.ops.fastbert.samples_match(self.views, self.samples)
-        return all(map(torch.equal, self.views, self.samples))
+        return all_match([self], tensors)
+
+
+def all_match(fingerprints: Sequence[Fingerprint], tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether `tensors`, those of each fingerprint one after the other, match all of them."""
+    if any(f.step != _optimizer_steps for f in fingerprints):
+        return False
+    if [key for f in fingerprints for key in f.keys] != [_key(t) for t in tensors]:
+        return False
+    views = [view for f in fingerprints for view in f.views]
+    samples = [sample for f in fingerprints for sample in f.samples]
+    if all(f.by_extension for f in fingerprints):
+        return torch.ops.fastbert.samples_match(views, samples)
+    return all(map(torch.equal, views, samples))
 
 
 def _key(tensor: torch.Tensor) -> tuple:
@@ -80,16 +90,92 @@ def _sample_views(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [diagonals, tensor.as_strided((rest,), (columns + step,), end)]
 
 
-class WeightCache:
-    """The copies one module owns; empty in every pickle and deep copy."""
+FROZEN = (
+    "the model is frozen (fastbert.freeze) and has packed weights only: keep a model that is not, "
+    "or load it again"
+)
 
-    def __init__(self):
-        self._entries: dict = {}
+
+class DroppedWeight(nn.Parameter):
+    """Stands where a frozen layer's weight was: its shape and dtype, on the meta device.
+
+    Whatever asks for more raises NotImplementedError: torch's own meta tensors would take writes
+    and read as nothing without a word. Copies are the same object.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in _DESCRIPTIONS or (function in _GRADIENT_SWITCHES and args[-1] is False):
+            return super().__torch_function__(function, types, args, kwargs or {})
+        name = torch.overrides.resolve_name(function) or function
+        raise NotImplementedError(f"{name} needs weights that are gone; {FROZEN}")
 
     def __deepcopy__(self, memo):
-        return WeightCache()
+        return self
+
+    def __repr__(self):
+        return f"DroppedWeight({tuple(self.shape)}, {self.dtype})"
+
+
+_PROPERTIES = (
+    "device",
+    "dtype",
+    "grad",
+    "grad_fn",
+    "is_meta",
+    "layout",
+    "nbytes",
+    "ndim",
+    "requires_grad",
+    "shape",
+)
+_DESCRIPTIONS = {
+    *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
+    torch.Tensor.__hash__,
+    torch.Tensor.dim,
+    torch.Tensor.element_size,
+    torch.Tensor.is_complex,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.nelement,
+    torch.Tensor.numel,
+    torch.Tensor.size,
+    torch.is_complex,
+    torch.is_floating_point,
+    torch.numel,
+}
+_GRADIENT_SWITCHES = {torch.Tensor.requires_grad.__set__, torch.Tensor.requires_grad_}
+
+
+class FrozenWeights(NamedTuple):
+    """What a frozen layer has in the place of its weights, in the order of the op `encoder`; empty
+    in the modules around the layers.
+
+    Attributes:
+        packed: what the op reads. dropped: what its Linears hold.
+    """
+
+    packed: tuple[torch.Tensor, ...] = ()
+    dropped: tuple[DroppedWeight, ...] = ()
+
+
+class WeightCache:
+    """The copies one module owns; empty in every pickle and deep copy.
+
+    Attributes:
+        frozen: what a frozen module has (fastbert/models/freeze.py), which nothing drops and deep
+            copies share: its sources are gone. None in any other module.
+    """
+
+    def __init__(self, frozen: FrozenWeights | None = None):
+        self._entries: dict = {}
+        self.frozen = frozen
+
+    def __deepcopy__(self, memo):
+        return WeightCache(self.frozen)
 
     def __reduce__(self):
+        if self.frozen is not None:
+            raise NotImplementedError(f"pickling needs weights that are gone; {FROZEN}")
         return WeightCache, ()
 
     def __len__(self):
@@ -98,6 +184,10 @@ class WeightCache:
     def clear(self) -> None:
         """Drops every copy."""
         self._entries = {}
+
+    def entry(self, key) -> tuple[Fingerprint, torch.Tensor | None] | None:
+        """What the copy under `key` was made of, and the copy; None where there is none."""
+        return self._entries.get(key)
 
     def get(
         self, key, tensors: Sequence[torch.Tensor], build: Callable[[], torch.Tensor | None]
@@ -113,24 +203,47 @@ class WeightCache:
 
 
 class CachesWeights(nn.Module):
-    """Base of modules that own a `WeightCache`; works on instances whose class was swapped in."""
+    """Base of modules that own a `WeightCache`; works on instances whose class was swapped in.
+
+    A frozen one refuses, with NotImplementedError, what needs its weights.
+    """
 
     @property
     def weight_cache(self) -> WeightCache:
         """The module's cache, made at first use."""
         return self.__dict__.setdefault("_weight_cache", WeightCache())
 
+    def refuse_if_frozen(self, what: str) -> None:
+        """Raises NotImplementedError where the weights that `what` needs are gone."""
+        if self.weight_cache.frozen is not None:
+            raise NotImplementedError(f"{what} needs weights that are gone; {FROZEN}")
+
     def train(self, mode: bool = True):
+        if mode:
+            self.refuse_if_frozen("train()")
         self.weight_cache.clear()
         return super().train(mode)
 
     def _apply(self, fn, recurse=True):
+        if self.weight_cache.frozen is not None:
+            # Libraries move models to the device they are on.
+            parameter = next(p for p in self.parameters() if p.device.type != "meta")
+            probe = torch.empty(0, dtype=parameter.dtype)
+            moved = fn(probe)
+            if (moved.device, moved.dtype) != (probe.device, probe.dtype):
+                self.refuse_if_frozen("a change of dtype or device")
+            return self
         self.weight_cache.clear()
         return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, *args, **kwargs):
+        self.refuse_if_frozen("load_state_dict()")
         self.weight_cache.clear()
         return super()._load_from_state_dict(*args, **kwargs)
+
+    def _save_to_state_dict(self, *args, **kwargs):
+        self.refuse_if_frozen("state_dict()")
+        return super()._save_to_state_dict(*args, **kwargs)
 
 
 def kept(
@@ -155,6 +268,24 @@ def kept(
     if not all(type(t) in (nn.Parameter, torch.Tensor) and t.device.type == "cpu" for t in tensors):
         return None
     return cache.get(key, tensors, build)
+
+
+def all_kept(
+    caches: Sequence[WeightCache], keys: Sequence, tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor] | None:
+    """The copies under `keys`, one in each of `caches`, looked at all at once.
+
+    Args:
+        caches, keys: where the copies are.
+        tensors: the weights they were made of, one copy's after the other's.
+
+    Returns:
+        The copies; None where one is missing or stale.
+    """
+    found = [cache.entry(key) for cache, key in zip(caches, keys, strict=True)]
+    if None in found or not all_match([fingerprint for fingerprint, _ in found], tensors):
+        return None
+    return [copy for _, copy in found]
 
 
 def refresh(model: nn.Module) -> None:

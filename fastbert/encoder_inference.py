@@ -8,27 +8,37 @@ themselves, under the same keys (fastbert/cache.py); biases and norms are read a
 Letters: T packed rows, C hidden.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from fastbert import dispatch
-from fastbert.cache import WeightCache
+from fastbert.cache import FrozenWeights, WeightCache, all_kept
 from fastbert.encoder import (
+    PLAIN_NORMS,
     EncoderLayerSpec,
     compute_dtype,
     dropout_p,
     is_ordinary,
     is_plain_dropout,
-    is_plain_linear,
-    is_plain_norm,
+    is_unhooked,
     packed,
 )
-from fastbert.ops.encoder import PACKED, encoder_fwd
+from fastbert.ops.encoder import LINEARS, PACKED, encoder_fwd
 from fastbert.padding import PackedBatch
 
 REPLACED = ("encoder", "linear", "attention", "linear_gelu", "add_layer_norm")
 """Ops whose work the one op does; it runs where each of them would be the C++ kernel."""
+
+
+class Parameters(NamedTuple):
+    """The layers' tensors in the order of the op; no weights where the layers are frozen."""
+
+    weights: list[torch.Tensor]
+    biases: list[torch.Tensor]
+    norms: list[torch.Tensor]
 
 
 def encode(
@@ -36,59 +46,72 @@ def encode(
     caches: Sequence[WeightCache],
     hidden_states: torch.Tensor,
     batch: PackedBatch,
-) -> torch.Tensor | None:
+) -> tuple[torch.Tensor | None, str | None]:
     """The rows behind the last layer, with the bits of calling `encoder_layer` for each.
 
     Args:
-        specs: the layers. caches: of their packed weights.
+        specs: the layers. caches: of their packed weights; all frozen or none.
         hidden_states: `(T, C)` packed rows.
         batch: where the rows come from.
 
     Returns:
-        `(T, C)`; None where the layers have to be called.
+        `(T, C)` and None; or None, and why the layers have to be called.
+
+    Raises:
+        ValueError: frozen layers, and another dtype, instruction set or float32 matmul precision
+            than when they were frozen.
     """
-    if not (specs and _takes(hidden_states, batch) and all(map(_is_plain, specs))):
-        return None
-    numbers = [_numbers(spec) for spec in specs]
-    if any(other != numbers[0] for other in numbers) or not _fits(specs[0], hidden_states):
-        return None
-    weights, biases, norms = [], [], []
-    for spec in specs:
-        for module in _linears(spec):
-            weights.append(module.weight)
-            biases.append(module.bias)
-        for module in (spec.attention_norm, spec.output_norm):
-            norms += (module.weight, module.bias)
-    if not all(map(is_ordinary, biases + norms)):
-        return None
-    packed_weights = [
-        packed(cache, key, weights[first:][part], hidden_states)
-        for cache, first in zip(caches, range(0, len(weights), 6), strict=True)
-        for key, part in PACKED
-    ]
+    reason = _why_not_called_at_once(hidden_states, batch)
+    parameters = None
+    if reason is None:
+        parameters, reason = plain_parameters(specs, caches, hidden_states)
+    if parameters is None:
+        return None, reason
+    weights, biases, norms = parameters
+    frozen = not weights
+    if dispatch.needs_grad(hidden_states, *biases, *norms) or (
+        torch.is_grad_enabled() and not frozen
+    ):
+        return None, "gradients are recorded"
+    if frozen:
+        packed_weights = [t for cache in caches for t in cache.frozen.packed]
+    else:
+        packed_weights = _pack(weights, caches, hidden_states)
     if any(t is None or t.dtype != torch.uint8 for t in packed_weights):
-        # Another thread, which has bound another backend, packed them for its own arithmetic.
-        return None
-    arguments = (hidden_states, weights, biases, norms, packed_weights, batch.cu_seqlens_q)
-    op = dispatch.OPS["encoder_fwd"]
-    if dispatch.not_supported_reasons(op, "cpu", hidden_states.device, arguments):
-        return None
-    return encoder_fwd(*arguments, *numbers[0])
+        return None, "another thread, which has bound another backend, packed the weights for it"
+    tensors = (hidden_states, weights, biases, norms, packed_weights, batch.cu_seqlens_q)
+    return encoder_fwd(*tensors, *_numbers(specs[0])), None
 
 
-def _takes(hidden_states: torch.Tensor, batch: PackedBatch) -> bool:
-    """Whether this is a call that records nothing and that the C++ kernels serve."""
-    return (
-        not torch.is_grad_enabled()
-        and hidden_states.device.type == "cpu"
-        and not dispatch.is_symbolic(hidden_states)
-        and compute_dtype(hidden_states) is None
-        and batch.kv_indices is None
-        and dispatch.bound_to(*REPLACED) <= {"auto", "cpu"}
-    )
+def plain_parameters(
+    specs: Sequence[EncoderLayerSpec], caches: Sequence[WeightCache], hidden_states: torch.Tensor
+) -> tuple[Parameters | None, str | None]:
+    """The layers' tensors, where the op computes what their modules do of rows like hidden_states
+    `(T, C)`; else None and why it does not."""
+    if not specs:
+        return None, "there are no layers"
+    if not dispatch.bound_to(*REPLACED) <= {"auto", "cpu"}:
+        return None, "another backend than the C++ kernels is bound"
+    first, parameters = specs[0], Parameters([], [], [])
+    numbers = None
+    for spec, cache in zip(specs, caches, strict=True):
+        reason = _append_layer(spec, cache.frozen, parameters)
+        if reason is not None:
+            return None, f"layer {spec.index}: {reason}"
+        numbers = numbers or _numbers(spec)
+        if _numbers(spec) != numbers or spec.attention_norm.eps != spec.output_norm.eps:
+            return None, "the layers differ in heads, scaling, activation or the norms' eps"
+    if len(parameters.weights) not in (0, len(specs) * LINEARS):
+        return None, "some layers are frozen, others are not"
+    if first.num_heads * first.head_dim != hidden_states.shape[1]:
+        return None, "heads were pruned"
+    op, device = dispatch.OPS["encoder_fwd"], hidden_states.device
+    reasons = dispatch.not_supported_reasons(op, "cpu", device, (hidden_states, *parameters))
+    return (None, "; ".join(reasons)) if reasons else (parameters, None)
 
 
-def _linears(spec: EncoderLayerSpec) -> tuple:
+def linears_of(spec: EncoderLayerSpec) -> tuple[nn.Module, ...]:
+    """The layer's Linears in the order of the op."""
     return (
         spec.query,
         spec.key,
@@ -99,32 +122,78 @@ def _linears(spec: EncoderLayerSpec) -> tuple:
     )
 
 
-def _is_plain(spec: EncoderLayerSpec) -> bool:
-    """Whether the op computes what the layer's modules do."""
-    dropouts = [m for m in (spec.attention_output_dropout, spec.output_dropout) if m is not None]
-    return (
-        spec.approximate is not None
-        and spec.attention_dropout_p == 0
-        and all(map(is_plain_linear, _linears(spec)))
-        and is_plain_norm(spec.attention_norm)
-        and is_plain_norm(spec.output_norm)
-        and all(is_plain_dropout(module) and dropout_p(module) == 0 for module in dropouts)
-    )
+def _pack(
+    weights: Sequence[torch.Tensor], caches: Sequence[WeightCache], hidden_states: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """The layers' packed weights, from their caches where those still hold them."""
+    keys = [(key, hidden_states.dtype) for key, _ in PACKED]
+    owners = [cache for cache in caches for _ in PACKED]
+    found = all_kept(owners, keys * len(caches), weights)
+    if found is not None:
+        return found
+    return [
+        packed(cache, key, weights[index * LINEARS : (index + 1) * LINEARS][part], hidden_states)
+        for index, cache in enumerate(caches)
+        for key, part in PACKED
+    ]
+
+
+def _why_not_called_at_once(hidden_states: torch.Tensor, batch: PackedBatch) -> str | None:
+    """What about the call needs the layers one by one."""
+    if dispatch.is_symbolic(hidden_states):
+        return "a graph is traced"
+    if compute_dtype(hidden_states) is not None:
+        return "autocast is on"
+    if batch.kv_indices is not None:
+        return "padded positions are computed too; packed input, or one text at a time, has none"
+    return None
+
+
+def _append_layer(
+    spec: EncoderLayerSpec, frozen: FrozenWeights | None, parameters: Parameters
+) -> str | None:
+    """Adds a plain layer's tensors to those before; of any other says why it is none."""
+    if spec.approximate is None:
+        return "the activation is no GELU, or has hooks"
+    linears = linears_of(spec)
+    for index, linear in enumerate(linears):
+        weight, bias = _tensors_of(linear, {nn.Linear})
+        if not is_ordinary(bias) or (frozen is None and not is_ordinary(weight)):
+            return "a Linear was replaced or has hooks, no bias, or a tensor of another kind"
+        if frozen is None:
+            parameters.weights.append(weight)
+        elif weight is not frozen.dropped[index]:
+            return "a weight was replaced after freezing"
+        parameters.biases.append(bias)
+    for norm in (spec.attention_norm, spec.output_norm):
+        tensors = _tensors_of(norm, PLAIN_NORMS)
+        if not all(map(is_ordinary, tensors)) or len(norm.normalized_shape) != 1:
+            return "a LayerNorm was replaced or has hooks, no bias, or a tensor of another kind"
+        parameters.norms.extend(tensors)
+    for dropout in (spec.attention_output_dropout, spec.output_dropout):
+        if dropout is None:
+            continue
+        if not is_plain_dropout(dropout):
+            return "a Dropout was replaced or has hooks"
+        if dropout_p(dropout) > 0:
+            return "dropout is in force"
+    return "dropout is in force" if spec.attention_dropout_p > 0 else None
+
+
+def _tensors_of(
+    module: nn.Module, kinds: Collection[type]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Weight and bias of an unhooked module of one of `kinds`, not derived; else None twice.
+
+    Through the module's own tables: attribute access on modules is a search, and this runs for
+    every module of every forward.
+    """
+    if type(module) not in kinds or not is_unhooked(module):
+        return None, None
+    own = module._parameters
+    return own.get("weight"), own.get("bias")
 
 
 def _numbers(spec: EncoderLayerSpec) -> tuple:
-    """What all layers have to share; the norms' eps, if they do."""
-    eps = {spec.attention_norm.eps, spec.output_norm.eps}
-    return (
-        spec.num_heads,
-        spec.softmax_scale,
-        eps.pop() if len(eps) == 1 else None,
-        spec.approximate,
-    )
-
-
-def _fits(spec: EncoderLayerSpec, hidden_states: torch.Tensor) -> bool:
-    """Whether the heads are as wide as the rows, as they are not once some were pruned."""
-    return _numbers(spec)[2] is not None and (
-        spec.num_heads * spec.head_dim == hidden_states.shape[1]
-    )
+    """The op's last arguments, which all layers have to share."""
+    return spec.num_heads, spec.softmax_scale, spec.output_norm.eps, spec.approximate

@@ -17,6 +17,7 @@ class PostNormLayer(CachesWeights):
     def forward(
         self, hidden_states, *args, packed=None, index=0, rng_state=None, query=None, **kwargs
     ):
+        self.refuse_if_frozen("calling a layer by itself")
         if packed is None:
             return super().forward(hidden_states, *args, **kwargs)
         spec = self.spec(index)

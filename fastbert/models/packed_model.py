@@ -151,6 +151,7 @@ class PackedModel(LoadsFolders):
             mask: attention_mask as given.
             kwargs: the call's others; ours are left out.
         """
+        self.refuse_if_frozen(f"transformers' own forward ({reason})")
         dispatch.log_once(self.logged_as, "packed rows", reason)
         dispatch.count(self.counted_as, "padded")
         kwargs = {k: v for k, v in kwargs.items() if k not in OUR_KEYWORDS}

@@ -14,7 +14,14 @@ from torch import nn
 from transformers.utils.output_capturing import capture_outputs
 
 from fastbert import dispatch
-from fastbert.encoder import dropout_p, is_plain_dropout, is_plain_norm, is_unhooked, linear
+from fastbert.encoder import (
+    EncoderLayerSpec,
+    dropout_p,
+    is_plain_dropout,
+    is_plain_norm,
+    is_unhooked,
+    linear,
+)
 from fastbert.encoder_inference import encode
 from fastbert.models.embedding import embed_rows, without_padding_gradient
 from fastbert.models.inputs import check_ids
@@ -194,6 +201,8 @@ class PostNormModel(PackedModel):
         layers, rows = list(self.packed_layers()), None
         if query is None and not kwargs["output_hidden_states"]:
             rows = self._encode_at_once(layers, embedded, batch)
+        else:
+            self.refuse_if_frozen("a forward that returns or computes rows layer by layer")
         if rows is None:
             rows = _encode_by_layers(layers, embedded, batch, rng_state, query)
         fields = {}
@@ -211,14 +220,28 @@ class PostNormModel(PackedModel):
             outputs.__dict__["packed"] = (batch, rows)
         return outputs
 
+    def why_layers_are_called(self) -> str | None:
+        """What about the layers as modules keeps one op from computing all of them."""
+        for layer in self.packed_layers():
+            if type(layer) is not self.layer_type or not is_unhooked(layer):
+                return "a layer was replaced or has hooks"
+        return None
+
+    def specs(self) -> list[EncoderLayerSpec]:
+        """The layers in the encoder's terms, in the order they run."""
+        return [layer.spec(index) for index, layer in enumerate(self.packed_layers())]
+
     def _encode_at_once(self, layers, rows, batch) -> torch.Tensor | None:
-        """All layers by one op, where none of them has to be called."""
-        if torch.is_grad_enabled() or not all(
-            type(layer) is self.layer_type and is_unhooked(layer) for layer in layers
-        ):
+        """All layers by one op; None where they have to be called."""
+        if torch.is_grad_enabled() and self.weight_cache.frozen is None:
             return None
-        specs = [layer.spec(index) for index, layer in enumerate(layers)]
-        return encode(specs, [layer.weight_cache for layer in layers], rows, batch)
+        encoded, reason = None, self.why_layers_are_called()
+        if reason is None:
+            caches = [layer.weight_cache for layer in layers]
+            encoded, reason = encode(self.specs(), caches, rows, batch)
+        if reason is not None:
+            self.refuse_if_frozen(f"this forward ({reason})")
+        return encoded
 
     def _project(self, rows: torch.Tensor) -> torch.Tensor:
         projection = self.projection()
