@@ -1,13 +1,11 @@
 """`freeze(model)`: packed weights in the place of the originals, for serving on a CPU."""
 
-import ctypes
-import sys
-
 import torch
 from torch import nn
 
 from fastbert.cache import CachesWeights, DroppedWeight, FrozenWeights
 from fastbert.encoder_inference import linears_of, plain_parameters
+from fastbert.models.freed_memory import give_back, place_of
 from fastbert.models.layers import PostNormLayer
 from fastbert.models.packed_model import PackedModel
 from fastbert.models.post_norm import PostNormModel
@@ -60,15 +58,14 @@ def freeze(model: nn.Module) -> nn.Module:
                 f"freeze: {type(encoder).__name__} cannot run as a whole on the CPU: {reason}; "
                 "change that, or use the model as it is"
             )
-    for encoder in encoders:
-        _drop_weights(encoder)
+    places = [place for encoder in encoders for place in _drop_weights(encoder)]
     for module in model.modules():
         holds_one = isinstance(module, CachesWeights) and any(
             m in encoders for m in module.modules()
         )
         if holds_one and module.weight_cache.frozen is None:
             module.weight_cache.frozen = FrozenWeights()
-    _give_memory_back()
+    give_back(places)
     return model
 
 
@@ -90,26 +87,25 @@ def _rows_like(encoder: PostNormModel) -> torch.Tensor:
     return torch.empty(size, dtype=encoder.dtype, device=encoder.device)
 
 
-def _drop_weights(encoder: PostNormModel) -> None:
-    """Layer by layer, so that no more than one layer's weights exist twice."""
+def _drop_weights(encoder: PostNormModel) -> list[tuple[int, int]]:
+    """Layer by layer, so that no more than one layer's weights exist twice; says where they
+    were."""
+    places = []
     for layer in dict.fromkeys(encoder.packed_layers()):
         if layer.weight_cache.frozen is None:
-            _drop_weights_of(layer, encoder.dtype)
+            places += _drop_weights_of(layer, encoder.dtype)
     encoder.requires_grad_(False)
+    return places
 
 
-def _drop_weights_of(layer: PostNormLayer, dtype: torch.dtype) -> None:
+def _drop_weights_of(layer: PostNormLayer, dtype: torch.dtype) -> list[tuple[int, int]]:
     linears = linears_of(layer.spec(0))
     layer.weight_cache.clear()
     packed = pack_layers([linear.weight for linear in linears], dtype)
+    places = [place_of(linear.weight) for linear in linears]
     for linear in linears:
         shape = torch.empty_like(linear.weight, device="meta")
         linear.weight = DroppedWeight(shape, requires_grad=False)
     dropped = tuple(linear.weight for linear in linears)
     layer.weight_cache.frozen = FrozenWeights(tuple(packed), dropped)
-
-
-def _give_memory_back() -> None:
-    """glibc keeps what was freed between blocks that are still in use, unless it is asked."""
-    if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim"):
-        ctypes.CDLL(None).malloc_trim(0)
+    return places
