@@ -363,8 +363,8 @@ FAULTS = {
     ),
     "cache in a deep copy": (
         "fastbert/cache.py",
-        "    def __deepcopy__(self, memo):\n        return WeightCache()",
-        "    def __deepcopy__(self, memo):\n        return self",
+        "        return WeightCache(self.frozen)",
+        "        return self",
         "tests/models/test_bert_cache.py",
     ),
     "num_items_in_batch ignored": (
