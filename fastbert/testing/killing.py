@@ -8,6 +8,7 @@ import pkgutil
 import random
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,9 @@ OPERATIONS = ("os:fsync", "os:rename", "os:replace")
 BATCHES = ("fastbert.train.graphed_step:GraphedStep._forward_backward",)
 # Long enough for any run of a test, so that one that hangs is told from one that ends.
 DEADLINE = 300
+# How long a process may outlive one that it was joined with, as under torchrun: while processes
+# meet, none is told that another is gone.
+GRACE = 30
 
 
 def die() -> None:
@@ -50,6 +54,7 @@ def run_in_process(
     kill_after: Callable[[], bool] | float | None = None,
     sign: int = signal.SIGKILL,
     environment: Mapping[str, str] | None = None,
+    peer_gone: threading.Event | None = None,
 ) -> int:
     """Calls `target` in a fresh process and kills it.
 
@@ -63,6 +68,8 @@ def run_in_process(
         kill_after: seconds, or a condition that is asked again and again, after which it is sent
             `sign`.
         environment: variables set in the process.
+        peer_gone: set when a process that this one is joined with has failed; it is killed `GRACE`
+            seconds later.
 
     Returns:
         The exit code; the negative signal where it died of one.
@@ -79,11 +86,21 @@ def run_in_process(
         _wait(process, kill_after)
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, sign)
-    process.join(DEADLINE)
+    _join(process, peer_gone)
     if process.exitcode is None:
         process.kill()
         raise TimeoutError(f"the run did not end in {DEADLINE} s")
     return process.exitcode
+
+
+def _join(process, peer_gone: threading.Event | None) -> None:
+    end = time.monotonic() + DEADLINE
+    while process.is_alive() and time.monotonic() < end:
+        process.join(0.1)
+        if peer_gone is not None and peer_gone.is_set():
+            process.join(GRACE)
+            process.kill()
+            process.join()
 
 
 def _wait(process, until: Callable[[], bool] | float) -> None:
@@ -110,10 +127,17 @@ def run_in_processes(target: Callable, *args, size: int, **of_rank) -> list[int]
         port = probe.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
 
+    peer_gone = threading.Event()
+
     def run(rank: int) -> int:
         environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         options = of_rank.get(f"rank{rank}", {})
-        return run_in_process(target, *args, environment=environment, **options)
+        code = run_in_process(
+            target, *args, environment=environment, peer_gone=peer_gone, **options
+        )
+        if code != 0:
+            peer_gone.set()
+        return code
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(run, range(size)))

@@ -236,6 +236,15 @@ def test_gradients_that_are_not_finite_change_nothing(settings, mode, optimizer)
 
 
 @pytest.mark.slow
+def test_killed_before_processes_meet(settings):
+    """The one left waits for the other, which held the store, until it is ended; then both."""
+    settings |= {"parallel": {"mode": "ddp"}}
+    codes = run_in_processes(run, settings, size=2, rank0={"kill_after": 0.0})
+    assert codes == [-signal.SIGKILL, -signal.SIGKILL]
+    assert run_in_processes(run, settings, size=2) == [0, 0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_twenty_in_a_row(settings, mode):
     """One of two processes killed anywhere, then both again: always the same."""
