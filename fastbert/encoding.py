@@ -59,10 +59,8 @@ def encode_file(
     source, target = Path(source), Path(target)
     keep = (column,) if keep is None else tuple(keep)
     _check(source, target, keep)
-    for row in islice(_rows(source), 1):
-        _field(row, column, source, 1, "column")
-        for name in keep:
-            _field(row, name, source, 1, "keep")
+    # The first row's columns, before a part is written that could not be gone on with.
+    next(zip(_texts(source, column), _kept(source, keep), strict=False), None)
     part = target.with_name(target.name + ".part")
     notes = part.with_name(part.name + ".json")
     identity = {

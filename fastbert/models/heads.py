@@ -108,11 +108,9 @@ class TaskHead(Head):
 
     def num_classes(self, inputs: dict, labels: torch.Tensor) -> int | None:
         """Classes that `labels` choose from; None where they are numbers."""
-        ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
-        check_tensors(input_ids=ids, inputs_embeds=embeds)
-        tokens = ids if embeds is None else embeds[..., 0]
-        if tokens is not None and tokens.dim() == 3:
-            return tokens.shape[1]
+        shape = tokens_shape(inputs)
+        if shape is not None and len(shape) == 3:
+            return shape[1]
         problem, count = self.config.problem_type, self.config.num_labels
         # As transformers guesses the problem.
         classes = count > 1 and labels.dtype in (torch.int64, torch.int32)
@@ -146,22 +144,30 @@ class TokenClassificationHead(TaskHead):
         labels = inputs.get("labels")
         if labels is None:
             return None
-        ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
-        check_tensors(input_ids=ids, inputs_embeds=embeds, labels=labels)
-        tokens = embeds if ids is None else ids
-        if tokens is not None:
-            check_mask_shape("labels", labels, *tokens.shape[:2])
+        check_tensors(labels=labels)
+        shape = tokens_shape(inputs)
+        if shape is not None:
+            check_mask_shape("labels", labels, *shape[:2])
         return labels != IGNORE_INDEX
 
 
-def positions_like(inputs: dict, value: bool) -> torch.Tensor | None:
-    """`(B, S)` bool, choices one below the other; None without an input, which the model will
-    say."""
+def tokens_shape(inputs: dict) -> torch.Size | None:
+    """`(B, S)`, or `(B, choices, S)`; None without an input, which the model will say."""
     ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
-    if ids is None and embeds is None:
+    check_tensors(input_ids=ids, inputs_embeds=embeds)
+    if ids is not None:
+        return ids.shape
+    return None if embeds is None else embeds.shape[:-1]
+
+
+def positions_like(inputs: dict, value: bool) -> torch.Tensor | None:
+    """`(B, S)` bool, choices one below the other; None without an input."""
+    shape = tokens_shape(inputs)
+    if shape is None:
         return None
-    *size, length = embeds.shape[:-1] if ids is None else ids.shape
-    device = (embeds if ids is None else ids).device
+    *size, length = shape
+    ids = inputs.get("input_ids")
+    device = (inputs["inputs_embeds"] if ids is None else ids).device
     return torch.full((math.prod(size), length), value, dtype=torch.bool, device=device)
 
 
