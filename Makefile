@@ -84,7 +84,7 @@ env: .venv/.installed
 .venv/.created:
 	@test -n "$(PYTHON)" || { echo "fastbert needs Python 3.11, 3.12 or 3.13 on PATH"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(PIP) --upgrade pip "setuptools>=77" wheel ninja
+	$(PIP) --upgrade pip "setuptools>=77" setuptools-scm wheel ninja
 	$(PIP) "$(TORCH)" numpy
 	@touch $@
 
