@@ -421,6 +421,24 @@ FAULTS = {
         "apart.mean()",
         "tests/models/test_distillation.py",
     ),
+    "generator and discriminator drop the same elements": (
+        "fastbert/models/replaced_tokens.py",
+        "SECOND_STREAM = 1 << 31",
+        "SECOND_STREAM = 0",
+        "tests/models/test_replaced_tokens.py",
+    ),
+    "discriminator moves the disentangled table": (
+        "fastbert/models/replaced_tokens.py",
+        "self._base[0].weight.detach())\n        return shared",
+        "self._base[0].weight)\n        return shared",
+        "tests/models/test_replaced_tokens.py",
+    ),
+    "samples from half of the words": (
+        "fastbert/models/replaced_tokens.py",
+        "sums[:, -1:]) >> 32",
+        "sums[:, -1:]) >> 33",
+        "tests/models/test_replaced_tokens.py",
+    ),
     "token types lost in a DistilBERT": (
         "fastbert/train/distilbert.py",
         "weights[positions] = weights[positions] + types[0]",

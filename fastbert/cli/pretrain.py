@@ -10,7 +10,7 @@ from fastbert.cli.arguments import PASSED_ON
 
 
 def pretrain(context: typer.Context) -> None:
-    """Pretrain BERT: `fastbert pretrain CONFIG [--output RUN --optimizer.lr 1e-4 ...]`.
+    """Pretrain BERT or ELECTRA: `fastbert pretrain CONFIG [--output RUN --optimizer.lr 1e-4 ...]`.
 
     CONFIG is a YAML file or one of the names that --help lists.
     """
@@ -79,10 +79,7 @@ def _told(summary, output: str) -> str:
         f"{summary.skipped} steps skipped for gradients that were not finite",
     ]
     if summary.heldout is not None:
-        lines.append(
-            f"held out: loss {summary.heldout.loss:.4f}, accuracy {summary.heldout.accuracy:.2%}, "
-            f"perplexity {summary.heldout.perplexity:.2f}"
-        )
+        lines.append(f"held out: {summary.heldout.told()}")
     return "\n".join([*lines, f"in {output}"])
 
 
@@ -96,7 +93,7 @@ def export(
         bool, typer.Option("--average", help="The averaged weights, if the run kept them.")
     ] = False,
 ) -> None:
-    """Write a run as a folder that transformers' AutoModelForMaskedLM loads."""
+    """Write a run as a folder that transformers' Auto classes load."""
     from fastbert.train.checkpoints import CheckpointError
     from fastbert.train.exporting import export as write
 

@@ -14,6 +14,7 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 MASK32 = 0xFFFFFFFF
 
 SITE_EMBEDDING = 0xFFFFFFF8
+SITE_SAMPLING = 0xFFFFFFF9
 PLACE_ATTENTION = 0
 PLACE_ATTENTION_OUTPUT = 1
 PLACE_FFN_OUTPUT = 2
@@ -115,6 +116,22 @@ def row_keep_mask_reference(
         keep = _halves(words) >= threshold
         chunks.append(keep.view(stop - start, calls_per_row * 8)[:, :num_cols])
     return torch.cat(chunks)
+
+
+def sampling_words(rng_state: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Random bits for what is drawn once a row: the first word of the call with counter (row low,
+    row high, site of sampling, offset).
+
+    Args:
+        rng_state: `(2,)` int64, (seed, offset).
+        rows: `(P,)` int64, packed rows.
+
+    Returns:
+        `(P,)` int64 below 2^32.
+    """
+    key, offset = _key_and_offset(rng_state)
+    site = torch.full_like(offset, SITE_SAMPLING)
+    return philox4x32((rows & MASK32, rows >> 32, site, offset), key)[0]
 
 
 def score_keep_mask_reference(

@@ -25,6 +25,7 @@ from fastbert.train.processes import joined
 LOADED = (
     fastbert.BertForMaskedLM,
     fastbert.BertForPreTraining,
+    fastbert.ElectraForPreTraining,
     transformers.AutoTokenizer,
 )
 # Figures that depend on what is learned, not on the clock.
@@ -43,6 +44,9 @@ LEARNED = (
     "soft_loss",
     "mlm_loss",
     "cosine_loss",
+    # Of replaced-token detection.
+    "detection_loss",
+    "heldout_recall",
 )
 
 

@@ -10,6 +10,7 @@ import fastbert
 from fastbert.optim import LAMB, StableAdamW, decay_groups
 from fastbert.train.config import ConfigError, ModelConfig, OptimizerConfig, PretrainConfig
 
+DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -43,29 +44,38 @@ def build_model(config: ModelConfig, tokenizer, *, pairs: bool, max_length: int)
         ConfigError: a checkpoint that does not fit the tokenizer or the sequences.
     """
     head = fastbert.BertForPreTraining if pairs else fastbert.BertForMaskedLM
-    num_tokens = max(tokenizer.get_vocab().values()) + 1
-    dropouts = {
-        name: getattr(config, name)
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob")
-    }
     if config.init_from is None:
-        multiple = config.vocab_multiple_of
-        return head(
-            transformers.BertConfig(
-                vocab_size=-(-num_tokens // multiple) * multiple,
-                hidden_size=config.hidden_size,
-                num_hidden_layers=config.num_hidden_layers,
-                num_attention_heads=config.num_attention_heads,
-                intermediate_size=config.intermediate_size,
-                max_position_embeddings=config.max_position_embeddings,
-                hidden_act=config.hidden_act,
-                pad_token_id=tokenizer.pad_token_id,
-                **dropouts,
-            )
-        ).train()
+        return head(transformers.BertConfig(**_sizes(config, tokenizer))).train()
+    dropouts = {name: getattr(config, name) for name in DROPOUTS}
     model = head.from_pretrained(config.init_from, **dropouts)
     check_sizes("model.init_from", model.config, tokenizer, max_length)
     return model.float().train()
+
+
+def electra_config(config: ModelConfig, tokenizer) -> transformers.ElectraConfig:
+    """Of a discriminator; `build_model`'s arguments."""
+    return transformers.ElectraConfig(
+        embedding_size=config.embedding_size or config.hidden_size, **_sizes(config, tokenizer)
+    )
+
+
+def _sizes(config: ModelConfig, tokenizer) -> dict:
+    """By transformers' names."""
+    num_tokens, multiple = max(tokenizer.get_vocab().values()) + 1, config.vocab_multiple_of
+    names = (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+        "max_position_embeddings",
+        "hidden_act",
+        *DROPOUTS,
+    )
+    return {
+        "vocab_size": -(-num_tokens // multiple) * multiple,
+        "pad_token_id": tokenizer.pad_token_id,
+        **{name: getattr(config, name) for name in names},
+    }
 
 
 def check_sizes(name: str, config: transformers.BertConfig, tokenizer, max_length: int) -> None:
@@ -92,9 +102,10 @@ def check_sizes(name: str, config: transformers.BertConfig, tokenizer, max_lengt
 
 def checkpoint_activations(model: nn.Module) -> None:
     """Makes layers keep their input alone; dropout is drawn again as it was."""
-    # transformers 5.24 renamed it.
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or model.gradient_checkpointing_enable)()
+    for part in getattr(model, "parts", (model,)):
+        # transformers 5.24 renamed it.
+        enable = getattr(part, "activation_checkpointing_enable", None)
+        (enable or part.gradient_checkpointing_enable)()
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:

@@ -36,6 +36,23 @@ class ModelConfig:
     init_from: str | None = None
     """Folder of a transformers checkpoint to begin with; its config then decides all but dropout.
     """
+    embedding_size: int | None = None
+    """Of the objective replaced_tokens: width of the embeddings; unset: hidden_size."""
+
+
+@dataclass(frozen=True)
+class GeneratorConfig:
+    """The second model of the objective replaced_tokens, which replaces the tokens; see
+    `fastbert.models.replaced_tokens`."""
+
+    size: float = 0.25
+    """Its share of the model's hidden size, heads and intermediate size."""
+    num_hidden_layers: int | None = None
+    """Unset: the model's."""
+    embeddings: Literal["shared", "disentangled", "separate"] = "shared"
+    """ELECTRA's sharing; DeBERTaV3's, whose gradients stay apart; none."""
+    detection_weight: float = 50.0
+    """Of the model's loss beside the generator's."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +181,8 @@ class PretrainConfig:
 
     output: str = ""
     """Folder of the run; a run that is there is resumed."""
+    objective: Literal["masked_lm", "replaced_tokens"] = "masked_lm"
+    """A BERT that predicts masked tokens, or an ELECTRA that detects those a generator replaced."""
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
@@ -177,6 +196,7 @@ class PretrainConfig:
     max_skipped: int = 25
     """Steps in a row with gradients that are not finite after which the run stops."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     data: DataConfig = field(default_factory=DataConfig)
     phases: tuple[Phase, ...] = (Phase(),)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -354,7 +374,7 @@ def check(config: PretrainConfig, *, num_ranks: int = 1, has_gpu: bool = False) 
     if isinstance(config, DistillConfig):
         faults += _faults_of_distillation(config)
     else:
-        faults += _faults_of_model(config)
+        faults += _faults_of_model(config) + _faults_of_objective(config)
     if config.precision == "tf32" and not has_gpu:
         faults.append("precision tf32 is of GPUs; use fp32 or bf16 on a CPU")
     if faults:
@@ -418,6 +438,52 @@ def _faults_of_model(config: PretrainConfig) -> list[str]:
     return faults
 
 
+def _faults_of_objective(config: PretrainConfig) -> list[str]:
+    model, generator, faults = config.model, config.generator, []
+    if config.objective == "masked_lm":
+        if model.embedding_size is not None:
+            faults.append("model.embedding_size belongs to objective replaced_tokens; drop it")
+        if generator != GeneratorConfig():
+            faults.append("generator belongs to objective replaced_tokens; set that, or drop it")
+        return faults
+    if model.init_from is not None:
+        faults.append("model.init_from cannot begin replaced_tokens, which has two models; drop it")
+    if config.data.sequences != "packed":
+        faults.append(
+            f"data.sequences {config.data.sequences} has a second loss, which replaced_tokens "
+            "leaves out; use packed"
+        )
+    if config.last_layer_subset:
+        faults.append("last_layer_subset leaves out tokens that replaced_tokens judges; drop it")
+    if model.embedding_size is not None and model.embedding_size < 1:
+        faults.append(f"model.embedding_size must be at least 1, got {model.embedding_size}")
+    if generator.num_hidden_layers is not None and generator.num_hidden_layers < 1:
+        faults.append(
+            f"generator.num_hidden_layers must be at least 1, got {generator.num_hidden_layers}"
+        )
+    if not 0 <= generator.detection_weight < math.inf:
+        faults.append(
+            f"generator.detection_weight must be 0 or more, got {generator.detection_weight}"
+        )
+    if not 0 < generator.size <= 1:
+        return [*faults, f"generator.size must lie in (0, 1], got {generator.size}"]
+    sizes = generator_sizes(config)
+    if not faults and sizes["hidden_size"] % sizes["num_attention_heads"]:
+        faults.append(
+            f"generator.size {generator.size} gives hidden_size {sizes['hidden_size']} and "
+            f"{sizes['num_attention_heads']} heads, of which it must be a multiple; take another"
+        )
+    return faults
+
+
+def generator_sizes(config: PretrainConfig) -> dict[str, int]:
+    """The generator's sizes by transformers' names, its shares rounded down to at least 1."""
+    model, generator = config.model, config.generator
+    shared = ("hidden_size", "num_attention_heads", "intermediate_size")
+    sizes = {name: max(1, int(getattr(model, name) * generator.size)) for name in shared}
+    return sizes | {"num_hidden_layers": generator.num_hidden_layers or model.num_hidden_layers}
+
+
 def _faults_of_folder(name: str, folder: str) -> list[str]:
     try:
         check_folder(name, folder)
@@ -457,6 +523,8 @@ def _faults_of_distillation(config: DistillConfig) -> list[str]:
                 f"model.num_hidden_layers is {student.num_hidden_layers}, but model.layers names "
                 f"{len(student.layers)}; drop one of the two"
             )
+    if config.objective != "masked_lm" or config.generator != GeneratorConfig():
+        faults.append("objective and generator are of fastbert pretrain; drop them")
     if config.data.sequences != "packed":
         faults.append(
             f"data.sequences {config.data.sequences} has a second loss, which distillation leaves "

@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import transformers
+from torch import nn
 from transformers import AutoTokenizer
 
 import fastbert
 from fastbert.train.checkpoints import CheckpointError, Checkpoints
-from fastbert.train.config import ConfigError, DistillConfig, read_run
+from fastbert.train.config import ConfigError, DistillConfig, PretrainConfig, read_run
 from fastbert.train.distilbert import as_distilbert
+from fastbert.train.replaced_tokens import GENERATOR, pair_of_run, save_pair
 
 
 def export(
@@ -22,7 +24,8 @@ def export(
 
     `transformers.AutoModelForMaskedLM.from_pretrained(output)` then has the run's logits. A run on
     pairs keeps its next-sentence head, which `BertForPreTraining` reads. A distillation is
-    written as the family its settings name.
+    written as the family its settings name. Of replaced-token detection output is the
+    discriminator, which `AutoModelForPreTraining` loads, and output/generator the generator.
 
     Args:
         run: folder of a run.
@@ -50,15 +53,27 @@ def export(
     if not names:
         raise CheckpointError(f"{run} has no checkpoint yet")
     name = checkpoint or names[-1]
-    pairs = settings.data.sequences != "packed"
-    head = fastbert.BertForPreTraining if pairs else fastbert.BertForMaskedLM
-    model = head(transformers.BertConfig.from_pretrained(run))
+    model = _model_of(run, settings)
     # Read in place; averages have a name for each parameter, weights for each place it is used in.
     weights = {key: p.detach() for key, p in model.named_parameters()}
     checkpoints.verify(name)
     checkpoints.load(name, {"average": weights} if average else {"model": model.state_dict()})
     if isinstance(settings, DistillConfig) and settings.model.family == "distilbert":
         model = as_distilbert(model)
-    model.save_pretrained(output)
-    AutoTokenizer.from_pretrained(run / "tokenizer").save_pretrained(output)
+    tokenizer = AutoTokenizer.from_pretrained(run / "tokenizer")
+    if settings.objective == "replaced_tokens":
+        save_pair(model, output)
+        tokenizer.save_pretrained(output / GENERATOR)
+    else:
+        model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
     return name
+
+
+def _model_of(run: Path, settings: PretrainConfig) -> nn.Module:
+    """What was trained, before its weights are loaded."""
+    if settings.objective == "replaced_tokens":
+        return pair_of_run(run, settings)
+    pairs = settings.data.sequences != "packed"
+    head = fastbert.BertForPreTraining if pairs else fastbert.BertForMaskedLM
+    return head(transformers.BertConfig.from_pretrained(run))

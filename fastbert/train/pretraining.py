@@ -39,8 +39,8 @@ from fastbert.train import building
 from fastbert.train.averaging import WeightAverage
 from fastbert.train.batches import BatchStream, Place, TrainingBatch, masking_of, prefetched
 from fastbert.train.checkpoints import Checkpoints
-from fastbert.train.config import ConfigError, PretrainConfig, check, differences
-from fastbert.train.evaluation import Evaluation, evaluate
+from fastbert.train.config import ConfigError, PretrainConfig, check, differences, read_run
+from fastbert.train.evaluation import DetectionEvaluation, Evaluation, evaluate
 from fastbert.train.graphed_step import GraphedStep, StepReport, model_loss
 from fastbert.train.journal import Journal, SilentJournal
 from fastbert.train.parallel import distribute
@@ -70,7 +70,7 @@ class Summary:
     skipped: int
     num_tokens: int
     seconds: float
-    heldout: Evaluation | None
+    heldout: Evaluation | DetectionEvaluation | None
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,12 @@ def pretrain(config: PretrainConfig) -> Summary:
         CheckpointError: a checkpoint that cannot be written or read.
         NonFiniteError: `max_skipped` steps in a row were skipped.
     """
+    # It is built on what stands here.
+    from fastbert.train.replaced_tokens import ReplacedTokenPretraining
+
+    kinds = {"masked_lm": Pretraining, "replaced_tokens": ReplacedTokenPretraining}
     with joined(building.device_of(config)) as processes:
-        return Pretraining(config, processes).run()
+        return kinds[config.objective](config, processes).run()
 
 
 class Pretraining:
@@ -142,7 +146,7 @@ class Pretraining:
         self._skipped, self._num_tokens = 0, 0
         self._loss: float | None = None
         self._asked_to_stop = self._stopping = False
-        self._evaluation: Evaluation | None = None
+        self._evaluation: Evaluation | DetectionEvaluation | None = None
 
     def run(self) -> Summary:
         """Trains to the end, or to a SIGTERM."""
@@ -231,10 +235,7 @@ class Pretraining:
         }
         if self.config.log.peak_tflops is not None:
             # Of this process, whose share of the tokens is that of the others.
-            flops = sum(
-                building.training_flops(self.model.config, b.lengths, b.num_labels)
-                for b in pending.batches
-            )
+            flops = sum(self.flops(b.lengths, b.num_labels) for b in pending.batches)
             values["mfu"] = flops / pending.seconds / (self.config.log.peak_tflops * 1e12)
         self.journal.record(report.step + 1, values)
         if self.skipped_in_a_row >= self.config.max_skipped:
@@ -264,9 +265,8 @@ class Pretraining:
         stream = self._stream(phase, self.heldout, Place())
         first_epoch = takewhile(lambda batch: batch.place.epoch == 0, stream)
         batches = islice(first_epoch, self.config.evaluation.batches)
-        dtype = building.DTYPES[self.config.precision]
         with self.average.in_use() if self.config.evaluation.average else nullcontext():
-            self._evaluation = evaluation = evaluate(self.model, batches, dtype, self.processes)
+            self._evaluation = evaluation = self.evaluated(batches)
         self.journal.record(
             self.steps_done,
             {f"heldout_{name}": value for name, value in asdict(evaluation).items()},
@@ -282,6 +282,15 @@ class Pretraining:
             pairs=self.config.data.sequences != "packed",
             max_length=max(phase.max_length for phase in self.config.phases),
         )
+
+    def evaluated(self, batches: Iterator[TrainingBatch]) -> Evaluation | DetectionEvaluation:
+        """The held-out figures."""
+        dtype = building.DTYPES[self.config.precision]
+        return evaluate(self.model, batches, dtype, self.processes)
+
+    def flops(self, lengths: np.ndarray, num_labels: int) -> float:
+        """Of a step on sequences of these lengths."""
+        return building.training_flops(self.model.config, lengths, num_labels)
 
     # A sharded model could not compute logits later, when they are read, and none are.
     step_loss = staticmethod(partial(model_loss, return_logits=False))
@@ -341,10 +350,14 @@ class Pretraining:
     def _write_description(self) -> None:
         """What export and resumption need beside checkpoints."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.model.config.save_pretrained(self.folder)
+        self.write_configs()
         self.tokenizer.save_pretrained(self.folder / "tokenizer")
         text = yaml.safe_dump(_plain(self.config), sort_keys=False)
         write_atomically(self.folder / "config.yaml", text)
+
+    def write_configs(self) -> None:
+        """The model's, by which it is built again."""
+        self.model.config.save_pretrained(self.folder)
 
     # --- nothing lost
 
@@ -467,7 +480,8 @@ def _check_same_run(folder: Path, config: PretrainConfig) -> None:
     path = folder / "config.yaml"
     if not path.exists():
         return
-    changed = differences(yaml.safe_load(path.read_text()), _plain(config))
+    # Read whole: settings that are newer than the run have their defaults in it.
+    changed = differences(_plain(read_run(folder)), _plain(config))
     if changed:
         raise ConfigError(
             f"{folder} holds a run with other settings; choose another output, or remove it:\n"

@@ -1,0 +1,198 @@
+"""Replaced-token detection: ELECTRA's pretraining in one forward (Clark et al. 2020, section 2).
+
+A small generator fills masked tokens by samples of its predictions, and the discriminator says of
+every token whether it is the original. Sharing of the word embeddings: ELECTRA's, section 3.2, and
+the gradient-disentangled one of DeBERTaV3 (He et al. 2021, section 3.3).
+
+Letters: T packed rows, E features of the embeddings, V vocab, P labelled rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import nn
+from transformers.utils import ModelOutput
+
+from fastbert import dispatch
+from fastbert.models.electra import ElectraForMaskedLM, ElectraForPreTraining
+from fastbert.models.losses import mean_loss, rescaled_loss
+from fastbert.ops.mlm_cross_entropy import mlm_cross_entropy
+from fastbert.ops.unpad import unpad
+from fastbert.padding import IGNORE_INDEX
+from fastbert.reference.philox import sampling_words
+
+ROWS_AT_ONCE = 256
+"""Rows whose predictions over the vocabulary are held while they are sampled."""
+PROBABILITY_BITS = 30
+SECOND_STREAM = 1 << 31
+"""Added to the dropout stream's offset for the discriminator, which would else drop what the
+generator drops."""
+
+
+@dataclass
+class ReplacedTokensOutput(ModelOutput):
+    """What a step of both models gives.
+
+    Attributes:
+        loss: mlm_loss + detection_weight · detection_loss.
+        mlm_loss: the generator's cross-entropy, mean over labelled rows.
+        detection_loss: the discriminator's binary cross-entropy, mean over real tokens.
+        logits: `(1, T)` of the discriminator, above 0 where it holds a token for replaced.
+        corrupted_ids: `(1, T)` what it read.
+        replaced: `(1, T)` bool, where that is not the original.
+    """
+
+    loss: torch.Tensor | None = None
+    mlm_loss: torch.Tensor | None = None
+    detection_loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    corrupted_ids: torch.Tensor | None = None
+    replaced: torch.Tensor | None = None
+
+
+class DisentangledEmbedding(nn.Module):
+    """A table that adds its own weight, at first 0, to another's, which gets no gradient from here
+    (He et al. 2021, equation 4).
+
+    Args:
+        base: the generator's table, no part of this module.
+    """
+
+    def __init__(self, base: nn.Embedding):
+        super().__init__()
+        self._base = (base,)
+        self.num_embeddings, self.embedding_dim = base.num_embeddings, base.embedding_dim
+        self.padding_idx = base.padding_idx
+        self.weight = nn.Parameter(torch.zeros_like(base.weight))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        shared = nn.functional.embedding(input_ids, self._base[0].weight.detach())
+        return shared + nn.functional.embedding(input_ids, self.weight, self.padding_idx)
+
+    def folded(self) -> nn.Embedding:
+        """A plain table with the sum."""
+        table = nn.Embedding(*self.weight.shape, padding_idx=self.padding_idx)
+        table.weight.data = self._base[0].weight.detach() + self.weight.detach()
+        return table
+
+
+class ReplacedTokensModel(nn.Module):
+    """A generator and a discriminator that are trained together.
+
+    Args:
+        generator_config, discriminator_config: of one vocabulary; of one `embedding_size` unless
+            embeddings are separate.
+        embeddings: "shared", the whole module in both; "disentangled", `DisentangledEmbedding`;
+            "separate".
+        detection_weight: factor of the discriminator's loss.
+    """
+
+    def __init__(
+        self,
+        generator_config: transformers.ElectraConfig,
+        discriminator_config: transformers.ElectraConfig,
+        *,
+        embeddings: str = "shared",
+        detection_weight: float = 50.0,
+    ):
+        super().__init__()
+        self.generator = ElectraForMaskedLM(generator_config)
+        self.discriminator = ElectraForPreTraining(discriminator_config)
+        self.config = discriminator_config
+        self.detection_weight = detection_weight
+        ours, theirs = self.generator.electra.embeddings, self.discriminator.electra.embeddings
+        if embeddings == "shared":
+            self.discriminator.electra.embeddings = ours
+        elif embeddings == "disentangled":
+            theirs.word_embeddings = DisentangledEmbedding(ours.word_embeddings)
+
+    @property
+    def parts(self) -> tuple[ElectraForMaskedLM, ElectraForPreTraining]:
+        """The generator and the discriminator, models of transformers each."""
+        return self.generator, self.discriminator
+
+    def forward(
+        self,
+        *,
+        input_ids,
+        labels,
+        attention_mask,
+        rng_state,
+        label_rows=None,
+        num_items_in_batch=None,
+        **inputs,
+    ) -> ReplacedTokensOutput:
+        """Both losses of a packed batch.
+
+        Args:
+            input_ids, labels: `(1, T)` int64, masked tokens and what stood there, -100 elsewhere.
+            attention_mask: `(1, T)`, 0 at rows that are no tokens.
+            rng_state: `(2,)` int64 of the dropout stream, from which samples are drawn, too; in
+                evaluation as well.
+            label_rows: `(P,)` as in `BertForMaskedLM`; None: found by the labels.
+            num_items_in_batch: labels of the whole step, of which the losses are a share; the
+                discriminator's as large as that of the generator's labels.
+            inputs: of both models.
+        """
+        inputs["attention_mask"] = attention_mask
+        if label_rows is None or dispatch.is_checkable(labels):
+            # Rows that only fill the capacity cost a decoder's product each.
+            label_rows = (labels[0] != IGNORE_INDEX).nonzero().view(-1)
+        features, counted = self._features(input_ids, labels, label_rows, rng_state, inputs)
+        decoder = self.generator.decoder_layer()
+        losses = mlm_cross_entropy(features, decoder.weight, decoder.bias, counted)
+        mlm_loss = mean_loss(losses, counted, num_items_in_batch)
+        original = torch.where(labels == IGNORE_INDEX, input_ids, labels)
+        words = sampling_words(rng_state, label_rows)
+        samples = sampled(features, decoder.weight, decoder.bias, words)
+        ids = original.index_put(
+            (torch.zeros_like(label_rows), label_rows),
+            torch.where(counted == IGNORE_INDEX, original[0, label_rows], samples),
+        )
+        replaced = ids != original
+        outputs = self.discriminator(
+            input_ids=ids,
+            labels=replaced.long(),
+            rng_state=rng_state + rng_state.new_tensor([0, SECOND_STREAM]),
+            **inputs,
+        )
+        detection_loss = rescaled_loss(outputs.loss, labels, num_items_in_batch)
+        loss = mlm_loss + self.detection_weight * detection_loss
+        return ReplacedTokensOutput(loss, mlm_loss, detection_loss, outputs.logits, ids, replaced)
+
+    def _features(self, input_ids, labels, label_rows, rng_state, inputs):
+        """What the generator's decoder reads `(P, E)`, and the labels `(P,)` there."""
+        inputs = {**inputs, "input_ids": input_ids, "rng_state": rng_state}
+        outputs = self.generator.run_model(inputs, labels, label_rows)
+        _, rows = outputs.__dict__["packed"]
+        return self.generator.transform(unpad(rows, label_rows)), labels[0, label_rows]
+
+
+@torch.no_grad()
+def sampled(features, weight, bias, words) -> torch.Tensor:
+    """A token of each row, drawn from softmax(features · weightᵀ + bias).
+
+    Probabilities are rounded to multiples of 2^-30 and added as integers: the same token on every
+    device where they are the same, and one call of Philox a row.
+
+    Args:
+        features: `(P, E)`. weight: `(V, E)`. bias: `(V,)`.
+        words: `(P,)` int64, 32 random bits each.
+
+    Returns:
+        `(P,)` int64.
+    """
+    tokens = torch.empty_like(words)
+    # Detached: autocast keeps casts of parameters, and those made here would have no gradient.
+    weight, bias = weight.detach(), bias.detach()
+    for start in range(0, len(features), ROWS_AT_ONCE):
+        chosen = slice(start, start + ROWS_AT_ONCE)
+        logits = nn.functional.linear(features[chosen], weight, bias).float()
+        parts = (logits.softmax(-1) * (1 << PROBABILITY_BITS)).round_().long()
+        sums = parts.cumsum(-1)
+        thresholds = (words[chosen, None] * sums[:, -1:]) >> 32
+        drawn = torch.searchsorted(sums, thresholds, right=True)
+        # Of logits that are not finite any token may come; the step will be skipped.
+        tokens[chosen] = drawn[:, 0].clamp(max=len(weight) - 1)
+    return tokens
