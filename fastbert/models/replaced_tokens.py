@@ -154,7 +154,8 @@ class ReplacedTokensModel(nn.Module):
         outputs = self.discriminator(
             input_ids=ids,
             labels=replaced.long(),
-            rng_state=rng_state + rng_state.new_tensor([0, SECOND_STREAM]),
+            # Made on the device: nothing may come from the host while a CUDA graph is captured.
+            rng_state=torch.stack((rng_state[0], rng_state[1] + SECOND_STREAM)),
             **inputs,
         )
         detection_loss = rescaled_loss(outputs.loss, labels, num_items_in_batch)
