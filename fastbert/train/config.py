@@ -477,10 +477,10 @@ def _faults_of_objective(config: PretrainConfig) -> list[str]:
 
 
 def generator_sizes(config: PretrainConfig) -> dict[str, int]:
-    """The generator's sizes by transformers' names, its shares rounded down to at least 1."""
+    """The generator's sizes by transformers' names, its shares rounded, at least 1."""
     model, generator = config.model, config.generator
     shared = ("hidden_size", "num_attention_heads", "intermediate_size")
-    sizes = {name: max(1, int(getattr(model, name) * generator.size)) for name in shared}
+    sizes = {name: max(1, round(getattr(model, name) * generator.size)) for name in shared}
     return sizes | {"num_hidden_layers": generator.num_hidden_layers or model.num_hidden_layers}
 
 

@@ -12,6 +12,7 @@ from fastbert.train.config import (
     check,
     config_from,
     differences,
+    generator_sizes,
     read_config,
     ready_configs,
 )
@@ -36,6 +37,14 @@ def test_recipes_say_what_the_papers_say():
     # 256 sequences a step.
     assert [p.tokens_per_step // p.max_length for p in base.phases + large.phases] == [256] * 4
     assert (large.model.num_hidden_layers, large.model.hidden_size) == (24, 1024)
+    electra = read_config("electra_small")
+    assert electra.phases[0].tokens_per_step // electra.phases[0].max_length == 128
+    assert generator_sizes(electra) == {
+        "hidden_size": 64,
+        "num_attention_heads": 1,
+        "intermediate_size": 256,
+        "num_hidden_layers": 12,
+    }
     roberta = read_config("roberta_base")
     assert roberta.phases[0].tokens_per_step == 8192 * 512
     assert roberta.optimizer.betas == (0.9, 0.98)

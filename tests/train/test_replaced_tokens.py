@@ -150,7 +150,7 @@ def test_a_run_from_before_the_objectives_goes_on(settings):
         ({"generator": {"num_hidden_layers": 0}}, "generator.num_hidden_layers must be at least 1"),
         ({"generator": {"detection_weight": -1.0}}, "detection_weight must be 0 or more, got -1.0"),
         ({"generator": {"size": 0.9, "embeddings": "none"}}, "generator.embeddings"),
-        ({"model": {"hidden_size": 35, "num_attention_heads": 5}}, "size 0.5 gives hidden_size 17"),
+        ({"model": {"hidden_size": 50, "num_attention_heads": 5}}, "size 0.5 gives hidden_size 25"),
         ({"model": {"embedding_size": 0}}, "model.embedding_size must be at least 1, got 0"),
         ({"model": {"init_from": "somewhere"}}, "model.init_from cannot begin replaced_tokens"),
         ({"data": {"sequences": "next_sentence"}}, "which replaced_tokens leaves out; use packed"),
