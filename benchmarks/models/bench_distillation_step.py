@@ -10,13 +10,12 @@ import transformers
 
 import fastbert
 from fastbert.models.distillation import Teaching, spaced_layers, student_of
-from fastbert.padding import pack
 from fastbert.testing.counters import assert_ran
 from fastbert.testing.models import assert_packed
 
 from ..harness import interleaved, speedup
 from ..shapes import BASE, DENSE_8X128, RAGGED_32X128, SEED, TINY, describe
-from .twins import padded, with_labels
+from .twins import loss_step, packed, padded, with_labels
 
 BATCHES = {"dense-8x128": DENSE_8X128, "ragged-32x128": RAGGED_32X128}
 # A quarter of BERT-base's width and its vocabulary.
@@ -61,31 +60,6 @@ def _plain_loss(models, batch: dict) -> torch.Tensor:
     return 5 * soft + 2 * hard + (1 - cosine).mean()
 
 
-def _packed(batch: dict) -> dict:
-    lengths = batch["attention_mask"].sum(1).tolist()
-    sequences = [
-        {name: batch[name][i, :n].tolist() for name in ("input_ids", "labels")}
-        for i, n in enumerate(lengths)
-    ]
-    num_labels = int((batch["labels"] != -100).sum())
-    return pack(
-        sequences, num_tokens=sum(lengths), num_sequences=len(lengths), num_labels=num_labels
-    )
-
-
-def _step(loss, parameters, autocast: bool):
-    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
-
-    def step():
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            value = loss()
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_distillation_step(benchmark, tiny, batch, dtype):
@@ -94,16 +68,16 @@ def test_distillation_step(benchmark, tiny, batch, dtype):
     models = _models(settings)
     student, theirs = models["fastbert"], models["transformers"]
     inputs = with_labels(padded(chosen, settings["vocab_size"]))
-    packed = _packed(inputs)
+    rows = packed(inputs)
     with torch.no_grad():
         theirs[1].eval()
-        ours, plain = student.eval()(**packed).loss, _plain_loss(theirs, inputs)
+        ours, plain = student.eval()(**rows).loss, _plain_loss(theirs, inputs)
         theirs[1].train()
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
     student.train()
     steps = {
-        "fastbert": _step(lambda: student(**packed).loss, student.parameters(), dtype == "bf16"),
-        "transformers": _step(
+        "fastbert": loss_step(lambda: student(**rows).loss, student.parameters(), dtype == "bf16"),
+        "transformers": loss_step(
             lambda: _plain_loss(theirs, inputs), theirs[1].parameters(), dtype == "bf16"
         ),
     }

@@ -4,6 +4,7 @@ import torch
 import transformers
 
 import fastbert
+from fastbert.padding import pack
 from fastbert.testing.models import assert_packed
 
 from ..shapes import MASKED, SEED
@@ -34,6 +35,33 @@ def with_labels(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     chance = torch.rand(ids.shape, generator=torch.Generator().manual_seed(SEED + 1))
     return {**inputs, "labels": ids.masked_fill((chance >= MASKED) | (mask == 0), -100)}
+
+
+def packed(inputs: dict[str, torch.Tensor]) -> dict:
+    """The labelled batch in rows without padding, with room for no more."""
+    lengths = inputs["attention_mask"].sum(1).tolist()
+    sequences = [
+        {name: inputs[name][i, :n].tolist() for name in ("input_ids", "labels")}
+        for i, n in enumerate(lengths)
+    ]
+    num_labels = int((inputs["labels"] != -100).sum())
+    return pack(
+        sequences, num_tokens=sum(lengths), num_sequences=len(lengths), num_labels=num_labels
+    )
+
+
+def loss_step(loss, parameters, autocast: bool):
+    """A training step of a loss without arguments: forward, backward, fused AdamW."""
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            value = loss()
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
 
 
 def check_equal(models: dict, inputs: dict, tolerance: float, counter: str = "bert_model") -> None:
