@@ -62,7 +62,6 @@ class DisentangledEmbedding(nn.Module):
     def __init__(self, base: nn.Embedding):
         super().__init__()
         self._base = (base,)
-        self.num_embeddings, self.embedding_dim = base.num_embeddings, base.embedding_dim
         self.padding_idx = base.padding_idx
         self.weight = nn.Parameter(torch.zeros_like(base.weight))
 

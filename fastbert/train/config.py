@@ -368,7 +368,7 @@ def check(config: PretrainConfig, *, num_ranks: int = 1, has_gpu: bool = False) 
     faults = [
         *_faults_of_numbers(config),
         *_faults_of_phases(config, num_ranks),
-        *_faults_of_data(config.data),
+        *_faults_of_data(config),
         *_faults_of_schedule(config),
     ]
     if isinstance(config, DistillConfig):
@@ -386,15 +386,8 @@ def _faults_of_numbers(config: PretrainConfig) -> list[str]:
     for name in ("output", "data.corpus"):
         if not _value(config, name):
             faults.append(f"{name} is not set; give --{name} FOLDER or set it in the file")
-    for name in (
-        "max_skipped",
-        "evaluation.every",
-        "evaluation.batches",
-        "checkpoint.every",
-        "checkpoint.keep",
-    ):
-        if _value(config, name) < 1:
-            faults.append(f"{name} must be at least 1, got {_value(config, name)}")
+    counts = ("evaluation.every", "evaluation.batches", "checkpoint.every", "checkpoint.keep")
+    faults += _below_one(config, "max_skipped", *counts)
     for name in ("model.hidden_dropout_prob", "model.attention_probs_dropout_prob"):
         if not 0 <= _value(config, name) < 1:
             faults.append(f"{name} must lie in [0, 1), got {_value(config, name)}")
@@ -411,16 +404,15 @@ def _faults_of_numbers(config: PretrainConfig) -> list[str]:
 
 
 def _faults_of_model(config: PretrainConfig) -> list[str]:
-    faults, model = [], config.model
-    for name in (
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "intermediate_size",
-        "vocab_multiple_of",
-    ):
-        if getattr(model, name) < 1:
-            faults.append(f"model.{name} must be at least 1, got {getattr(model, name)}")
+    model = config.model
+    faults = _below_one(
+        config,
+        "model.hidden_size",
+        "model.num_hidden_layers",
+        "model.num_attention_heads",
+        "model.intermediate_size",
+        "model.vocab_multiple_of",
+    )
     if model.init_from is not None:
         return faults + _faults_of_folder("model.init_from", model.init_from)
     if model.hidden_size % max(model.num_attention_heads, 1):
@@ -455,12 +447,7 @@ def _faults_of_objective(config: PretrainConfig) -> list[str]:
         )
     if config.last_layer_subset:
         faults.append("last_layer_subset leaves out tokens that replaced_tokens judges; drop it")
-    if model.embedding_size is not None and model.embedding_size < 1:
-        faults.append(f"model.embedding_size must be at least 1, got {model.embedding_size}")
-    if generator.num_hidden_layers is not None and generator.num_hidden_layers < 1:
-        faults.append(
-            f"generator.num_hidden_layers must be at least 1, got {generator.num_hidden_layers}"
-        )
+    faults += _below_one(config, "model.embedding_size", "generator.num_hidden_layers")
     if not 0 <= generator.detection_weight < math.inf:
         faults.append(
             f"generator.detection_weight must be 0 or more, got {generator.detection_weight}"
@@ -511,10 +498,7 @@ def _faults_of_distillation(config: DistillConfig) -> list[str]:
             "distillation.soft_weight and cosine_weight are both 0, so nothing is learned from the "
             "teacher; use fastbert pretrain"
         )
-    if student.num_hidden_layers is not None and student.num_hidden_layers < 1:
-        faults.append(
-            f"model.num_hidden_layers must be at least 1, got {student.num_hidden_layers}"
-        )
+    faults += _below_one(config, "model.num_hidden_layers")
     if student.layers is not None:
         if not student.layers:
             faults.append("model.layers is empty; name at least one of the teacher's layers")
@@ -560,11 +544,9 @@ def _faults_of_phases(config: PretrainConfig, num_ranks: int) -> list[str]:
     return faults
 
 
-def _faults_of_data(data: DataConfig) -> list[str]:
-    faults = []
-    for name in ("labels_per_batch", "sequences_per_batch"):
-        if (value := getattr(data, name)) is not None and value < 1:
-            faults.append(f"data.{name} must be at least 1, got {value}")
+def _faults_of_data(config: PretrainConfig) -> list[str]:
+    data = config.data
+    faults = _below_one(config, "data.labels_per_batch", "data.sequences_per_batch")
     if not 0 <= data.short_share <= 1:
         faults.append(f"data.short_share must be between 0 and 1, got {data.short_share}")
     masking = data.masking
@@ -597,6 +579,15 @@ def _faults_of_schedule(config: PretrainConfig) -> list[str]:
             f"behind the warm-up, got {schedule.decay_steps}"
         )
     return faults
+
+
+def _below_one(config: PretrainConfig, *names: str) -> list[str]:
+    """A fault for each of these counts, by their dotted names, that is set and below 1."""
+    return [
+        f"{name} must be at least 1, got {_value(config, name)}"
+        for name in names
+        if _value(config, name) is not None and _value(config, name) < 1
+    ]
 
 
 def _value(config: PretrainConfig, dotted: str):

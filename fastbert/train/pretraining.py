@@ -265,8 +265,11 @@ class Pretraining:
         stream = self._stream(phase, self.heldout, Place())
         first_epoch = takewhile(lambda batch: batch.place.epoch == 0, stream)
         batches = islice(first_epoch, self.config.evaluation.batches)
+        dtype = building.DTYPES[self.config.precision]
         with self.average.in_use() if self.config.evaluation.average else nullcontext():
-            self._evaluation = evaluation = self.evaluated(batches)
+            self._evaluation = evaluation = self.evaluate(
+                self.model, batches, dtype, self.processes
+            )
         self.journal.record(
             self.steps_done,
             {f"heldout_{name}": value for name, value in asdict(evaluation).items()},
@@ -283,17 +286,13 @@ class Pretraining:
             max_length=max(phase.max_length for phase in self.config.phases),
         )
 
-    def evaluated(self, batches: Iterator[TrainingBatch]) -> Evaluation | DetectionEvaluation:
-        """The held-out figures."""
-        dtype = building.DTYPES[self.config.precision]
-        return evaluate(self.model, batches, dtype, self.processes)
-
     def flops(self, lengths: np.ndarray, num_labels: int) -> float:
         """Of a step on sequences of these lengths."""
         return building.training_flops(self.model.config, lengths, num_labels)
 
     # A sharded model could not compute logits later, when they are read, and none are.
     step_loss = staticmethod(partial(model_loss, return_logits=False))
+    evaluate = staticmethod(evaluate)
 
     def _graphed_step(self, rng_state: torch.Tensor) -> GraphedStep:
         return GraphedStep(

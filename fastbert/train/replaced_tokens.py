@@ -14,7 +14,7 @@ import transformers
 from fastbert.models.replaced_tokens import DisentangledEmbedding, ReplacedTokensModel
 from fastbert.train import building
 from fastbert.train.config import GeneratorConfig, PretrainConfig, generator_sizes
-from fastbert.train.evaluation import DetectionEvaluation, evaluate_detection
+from fastbert.train.evaluation import evaluate_detection
 from fastbert.train.pretraining import Pretraining
 
 GENERATOR = "generator"
@@ -23,6 +23,8 @@ GENERATOR = "generator"
 
 class ReplacedTokenPretraining(Pretraining):
     """A run in this process, maybe one of several."""
+
+    evaluate = staticmethod(evaluate_detection)
 
     def build_model(self) -> ReplacedTokensModel:
         discriminator = building.electra_config(self.config.model, self.tokenizer)
@@ -36,10 +38,6 @@ class ReplacedTokenPretraining(Pretraining):
         """The losses of both models, and their sum."""
         outputs = model(**batch, rng_state=rng_state, num_items_in_batch=num_labels)
         return {name: outputs[name] for name in ("loss", "mlm_loss", "detection_loss")}
-
-    def evaluated(self, batches) -> DetectionEvaluation:
-        dtype = building.DTYPES[self.config.precision]
-        return evaluate_detection(self.model, batches, dtype, self.processes)
 
     def flops(self, lengths, num_labels: int) -> float:
         generator = self.model.generator.config

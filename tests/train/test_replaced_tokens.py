@@ -71,9 +71,7 @@ def test_from_corpus_to_transformers(settings, embeddings, tmp_path):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         inputs = tokenizer(["bal bem [MASK] dol"], return_tensors="pt")
         with torch.no_grad():
-            torch.testing.assert_close(
-                model.eval()(**inputs).logits, expected(**inputs).logits, rtol=1e-4, atol=1e-5
-            )
+            torch.testing.assert_close(model.eval()(**inputs).logits, expected(**inputs).logits)
 
 
 def test_killed_and_resumed(settings, tmp_path):
@@ -120,7 +118,7 @@ def test_average_is_exported(settings, tmp_path):
 
 
 def test_share_of_the_device_and_bf16(settings):
-    """`log.peak_tflops` counts both models; bf16 and activation checkpointing run."""
+    """In bf16 with activation checkpointing, and the share of `log.peak_tflops` is told."""
     settings |= {"precision": "bf16", "activation_checkpointing": True}
     settings["log"]["peak_tflops"] = 1.0
     settings["phases"] = settings["phases"][:1]
