@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
-from benchmarks.models.twins import masked_lm_step, padded, twins, with_labels
+from benchmarks.models.twins import adamw, masked_lm_step, padded, twins, with_labels
 from benchmarks.shapes import BASE, DENSE_8X128, RAGGED_8X512, RAGGED_32X128, TINY
 from fastbert import GraphedForward, extension, use_backend
 from fastbert.dispatch import COMPILED, bound, current_binding
@@ -367,5 +367,4 @@ def _forward(model, inputs, labelled) -> Callable:
 
 
 def _step(model, inputs, labelled) -> Callable:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    return masked_lm_step(model.train(), labelled, optimizer, autocast=True)
+    return masked_lm_step(model.train(), labelled, adamw(model), autocast=True)

@@ -13,9 +13,8 @@ from fastbert.models.distillation import Teaching, spaced_layers, student_of
 from fastbert.testing.counters import assert_ran
 from fastbert.testing.models import assert_packed
 
-from ..harness import interleaved, speedup
-from ..shapes import BASE, DENSE_8X128, RAGGED_32X128, SEED, TINY, describe
-from .twins import loss_step, packed, padded, with_labels
+from ..shapes import BASE, DENSE_8X128, RAGGED_32X128, SEED, TINY
+from .twins import adamw, loss_step, packed, padded, time_both, with_labels
 
 BATCHES = {"dense-8x128": DENSE_8X128, "ragged-32x128": RAGGED_32X128}
 # A quarter of BERT-base's width and its vocabulary.
@@ -76,15 +75,10 @@ def test_distillation_step(benchmark, tiny, batch, dtype):
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
     student.train()
     steps = {
-        "fastbert": loss_step(lambda: student(**rows).loss, student.parameters(), dtype == "bf16"),
+        "fastbert": loss_step(lambda: student(**rows).loss, adamw(student), dtype == "bf16"),
         "transformers": loss_step(
-            lambda: _plain_loss(theirs, inputs), theirs[1].parameters(), dtype == "bf16"
+            lambda: _plain_loss(theirs, inputs), adamw(theirs[1]), dtype == "bf16"
         ),
     }
     with assert_packed(), assert_ran("mlm_distillation_bwd", "cpu"):
-        samples = interleaved(steps, 1 if tiny else 5)
-    benchmark.extra_info["tokens"] = describe(chosen)
-    benchmark.extra_info["times_transformers"] = round(
-        speedup(samples, "fastbert", "transformers"), 2
-    )
-    benchmark.pedantic(steps["fastbert"], rounds=2)
+        time_both(benchmark, steps, chosen, 1 if tiny else 5, repeats=2)

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from ..harness import interleaved, speedup
-from ..shapes import BASE, BATCHES, MINILM, TINY, describe
-from .twins import check_equal, padded, twins
+from ..shapes import BASE, BATCHES, MINILM, TINY
+from .twins import check_equal, forwards, padded, time_both, twins
 
 DTYPES = {"fp32": (torch.float32, 1e-5), "bf16": (torch.bfloat16, 3e-2)}
 SIZES = {"base": BASE, "minilm": MINILM}
@@ -23,15 +22,4 @@ def test_encoder(benchmark, tiny, size, batch, dtype):
     inputs = padded(chosen, settings["vocab_size"])
     check_equal(models, inputs, tolerance)
 
-    def forward(model):
-        with torch.no_grad():
-            return model(**inputs)
-
-    samples = interleaved(
-        {name: (lambda m=model: forward(m)) for name, model in models.items()}, 1 if tiny else 3
-    )
-    benchmark.extra_info["tokens"] = describe(chosen)
-    benchmark.extra_info["times_transformers"] = round(
-        speedup(samples, "fastbert", "transformers"), 2
-    )
-    benchmark.pedantic(lambda: forward(models["fastbert"]), rounds=3)
+    time_both(benchmark, forwards(models, inputs), chosen, 1 if tiny else 3)

@@ -7,9 +7,8 @@ import torch
 from fastbert.testing.inputs import small_config
 
 from ..compare import check_training
-from ..harness import interleaved, speedup
-from ..shapes import FAMILIES, RAGGED_32X128, TINY, describe
-from .twins import check_equal, masked_lm_steps, padded, twins, with_labels
+from ..shapes import FAMILIES, RAGGED_32X128, TINY
+from .twins import check_equal, forwards, masked_lm_steps, padded, time_both, twins, with_labels
 
 COUNTERS = {family: f"{family.lower()}_model" for family in FAMILIES}
 
@@ -29,12 +28,7 @@ def test_forward(benchmark, family, settings, tiny):
     inputs = padded(batch, settings["vocab_size"])
     check_equal(models, inputs, 3e-2, COUNTERS[family])
 
-    def forward(model):
-        with torch.no_grad():
-            return model(**inputs)
-
-    functions = {name: (lambda m=model: forward(m)) for name, model in models.items()}
-    _report(benchmark, functions, batch, tiny)
+    time_both(benchmark, forwards(models, inputs), batch, 1 if tiny else 5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -43,13 +37,4 @@ def test_masked_lm_step(benchmark, family, settings, tiny):
     models = twins(f"{family}ForMaskedLM", settings)
     inputs = padded(batch, settings["vocab_size"])
     check_training(models, with_labels(inputs), 1e-5, COUNTERS[family])
-    _report(benchmark, masked_lm_steps(models, inputs), batch, tiny)
-
-
-def _report(benchmark, functions, batch, tiny: bool) -> None:
-    samples = interleaved(functions, 1 if tiny else 5)
-    benchmark.extra_info["tokens"] = describe(batch)
-    benchmark.extra_info["times_transformers"] = round(
-        speedup(samples, "fastbert", "transformers"), 2
-    )
-    benchmark.pedantic(functions["fastbert"], rounds=3)
+    time_both(benchmark, masked_lm_steps(models, inputs), batch, 1 if tiny else 5)

@@ -6,9 +6,8 @@ import pytest
 from fastbert.testing.models import assert_packed
 
 from ..compare import check_training
-from ..harness import interleaved, speedup
-from ..shapes import BASE, DENSE_8X128, RAGGED_32X128, TINY, describe
-from .twins import masked_lm_steps, padded, twins, with_labels
+from ..shapes import BASE, DENSE_8X128, RAGGED_32X128, TINY
+from .twins import masked_lm_steps, padded, time_both, twins, with_labels
 
 BATCHES = {"dense-8x128": DENSE_8X128, "ragged-32x128": RAGGED_32X128}
 TINY_SIZE = {**BASE, "hidden_size": 24, "num_hidden_layers": 1, "vocab_size": 99}
@@ -25,11 +24,6 @@ def test_mlm_step(benchmark, tiny, batch, dtype):
     inputs = padded(chosen, settings["vocab_size"])
     check_training(models, with_labels(inputs), 1e-5)
     steps = masked_lm_steps(models, inputs, autocast=dtype == "bf16")
-    with assert_packed():
-        samples = interleaved(steps, 1 if tiny else 3)
-    benchmark.extra_info["tokens"] = describe(chosen)
     benchmark.extra_info["layers"] = settings["num_hidden_layers"]
-    benchmark.extra_info["times_transformers"] = round(
-        speedup(samples, "fastbert", "transformers"), 2
-    )
-    benchmark.pedantic(steps["fastbert"], rounds=2)
+    with assert_packed():
+        time_both(benchmark, steps, chosen, 1 if tiny else 3, repeats=2)

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from ..harness import interleaved, speedup
-from ..shapes import DENSE_4X2048, MODERNBERT, RAGGED_32X128, TINY, describe
-from .twins import check_equal, padded, twins
+from ..shapes import DENSE_4X2048, MODERNBERT, RAGGED_32X128, TINY
+from .twins import check_equal, forwards, padded, time_both, twins
 
 DTYPES = {"fp32": (torch.float32, 1e-5), "bf16": (torch.bfloat16, 3e-2)}
 BATCHES = {"ragged-32x128": RAGGED_32X128, "dense-4x2048": DENSE_4X2048}
@@ -24,16 +23,5 @@ def test_modernbert(benchmark, tiny, batch, dtype):
     inputs = padded(chosen, settings["vocab_size"])
     check_equal(models, inputs, tolerance, "modernbert_model")
 
-    def forward(model):
-        with torch.no_grad():
-            return model(**inputs)
-
-    samples = interleaved(
-        {name: (lambda m=model: forward(m)) for name, model in models.items()}, 1 if tiny else 3
-    )
-    benchmark.extra_info["tokens"] = describe(chosen)
     benchmark.extra_info["layers"] = settings["num_hidden_layers"]
-    benchmark.extra_info["times_transformers"] = round(
-        speedup(samples, "fastbert", "transformers"), 2
-    )
-    benchmark.pedantic(lambda: forward(models["fastbert"]), rounds=3)
+    time_both(benchmark, forwards(models, inputs), chosen, 1 if tiny else 3)

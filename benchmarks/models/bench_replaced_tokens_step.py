@@ -11,9 +11,8 @@ import transformers
 from fastbert.models.replaced_tokens import ReplacedTokensModel
 from fastbert.testing.models import assert_packed
 
-from ..harness import interleaved, speedup
-from ..shapes import BASE, DENSE_8X128, RAGGED_32X128, SEED, TINY, describe
-from .twins import loss_step, packed, padded, with_labels
+from ..shapes import BASE, DENSE_8X128, RAGGED_32X128, SEED, TINY
+from .twins import adamw, loss_step, packed, padded, time_both, with_labels
 
 BATCHES = {"dense-8x128": DENSE_8X128, "ragged-32x128": RAGGED_32X128}
 SMALL = {
@@ -77,17 +76,8 @@ def test_replaced_tokens_step(benchmark, tiny, batch, dtype):
     theirs.train()
     autocast = dtype == "bf16"
     steps = {
-        "fastbert": loss_step(
-            lambda: ours(**rows, rng_state=STATE).loss, ours.parameters(), autocast
-        ),
-        "transformers": loss_step(
-            lambda: _plain_loss(theirs, inputs), theirs.parameters(), autocast
-        ),
+        "fastbert": loss_step(lambda: ours(**rows, rng_state=STATE).loss, adamw(ours), autocast),
+        "transformers": loss_step(lambda: _plain_loss(theirs, inputs), adamw(theirs), autocast),
     }
     with assert_packed("electra_model"):
-        samples = interleaved(steps, 1 if tiny else 5)
-    benchmark.extra_info["tokens"] = describe(chosen)
-    benchmark.extra_info["times_transformers"] = round(
-        speedup(samples, "fastbert", "transformers"), 2
-    )
-    benchmark.pedantic(steps["fastbert"], rounds=2)
+        time_both(benchmark, steps, chosen, 1 if tiny else 5, repeats=2)

@@ -7,7 +7,8 @@ import fastbert
 from fastbert.padding import pack
 from fastbert.testing.models import assert_packed
 
-from ..shapes import MASKED, SEED
+from ..harness import interleaved, speedup
+from ..shapes import MASKED, SEED, describe
 
 
 def twins(name: str, settings: dict, dtype: torch.dtype = torch.float32) -> dict:
@@ -50,16 +51,22 @@ def packed(inputs: dict[str, torch.Tensor]) -> dict:
     )
 
 
-def loss_step(loss, parameters, autocast: bool):
-    """A training step of a loss without arguments: forward, backward, fused AdamW."""
-    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Every step's optimizer."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+
+def loss_step(loss, optimizer, autocast: bool, device: str = "cpu"):
+    """One training step of a loss without arguments: forward, backward, update, gradients
+    dropped."""
 
     def step():
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
             value = loss()
         value.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        return value
 
     return step
 
@@ -78,29 +85,41 @@ def check_equal(models: dict, inputs: dict, tolerance: float, counter: str = "be
 
 
 def masked_lm_step(model, inputs, optimizer, autocast: bool):
-    """One training step as a function: forward, backward, fused AdamW, gradients dropped."""
-
-    def step():
-        device = inputs["input_ids"].device.type
-        with torch.autocast(device, torch.bfloat16, enabled=autocast):
-            loss = model(**inputs).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss
-
-    return step
+    """A `loss_step` of a labelled batch."""
+    device = inputs["input_ids"].device.type
+    return loss_step(lambda: model(**inputs).loss, optimizer, autocast, device)
 
 
 def masked_lm_steps(models: dict, inputs: dict, *, autocast: bool = True) -> dict:
     """A training step of each model on the same labelled batch: fused AdamW, bf16 autocast or the
     models' own dtype."""
     return {
-        name: masked_lm_step(
-            model.train(),
-            with_labels(inputs),
-            torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True),
-            autocast=autocast,
-        )
+        name: masked_lm_step(model.train(), with_labels(inputs), adamw(model), autocast=autocast)
         for name, model in models.items()
     }
+
+
+def forwards(models: dict, inputs: dict) -> dict:
+    """A forward of each model without gradients, as functions."""
+
+    def forward(model):
+        with torch.no_grad():
+            return model(**inputs)
+
+    return {name: (lambda m=model: forward(m)) for name, model in models.items()}
+
+
+def time_both(benchmark, functions: dict, batch, rounds: int, repeats: int = 3) -> None:
+    """Times both sides in turn, and fastbert alone.
+
+    Args:
+        benchmark: pytest's. functions: of `fastbert` and `transformers`.
+        batch: of shapes.py.
+        rounds: of the two in turn. repeats: of fastbert alone.
+    """
+    samples = interleaved(functions, rounds)
+    benchmark.extra_info["tokens"] = describe(batch)
+    benchmark.extra_info["times_transformers"] = round(
+        speedup(samples, "fastbert", "transformers"), 2
+    )
+    benchmark.pedantic(functions["fastbert"], rounds=repeats)
