@@ -22,10 +22,18 @@ constexpr float kLn2 = 0.6931471805599453f;
 // Shared memory that a block may have on every GPU from sm_80 on.
 constexpr size_t kMostShared = 99 << 10;
 
+// The widest heads of which a multiprocessor holds three blocks: with those of sm_89 and sm_120 it
+// has 100 KiB of shared memory for them.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+constexpr int kWidestOfThree = 32;
+#else
+constexpr int kWidestOfThree = 64;
+#endif
+
 // Blocks that a multiprocessor is to hold at a time; with more, registers would be spilled.
 template <typename T>
 constexpr int resident_blocks(int dim) {
-  return dim <= 64 && !std::is_same_v<T, float> ? 3 : 2;
+  return dim <= kWidestOfThree && !std::is_same_v<T, float> ? 3 : 2;
 }
 
 // score[j][2h + e] is that of row g + 8h and column 8j + 2t + e.
