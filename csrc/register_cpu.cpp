@@ -44,6 +44,7 @@ embed_layer_norm_bwd_cpu(const at::Tensor&, const at::Tensor&, const std::option
                          std::optional<int64_t>, double, int64_t, const std::optional<at::Tensor>&,
                          std::array<bool, 3>);
 at::Tensor pack_linear_weights(at::TensorList, at::ScalarType);
+at::Tensor quantize_linear_weights(at::TensorList, bool);
 at::Tensor linear_fwd_cpu(const at::Tensor&, at::TensorList, at::TensorList,
                           const std::optional<at::Tensor>&);
 std::tuple<at::Tensor, std::vector<at::Tensor>, std::vector<at::Tensor>> linear_bwd_cpu(
@@ -140,6 +141,8 @@ TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
 TORCH_LIBRARY_FRAGMENT(fastbert, m) {
   m.def("pack_linear_weights(Tensor[] weights, ScalarType dtype) -> Tensor");
   m.impl("pack_linear_weights", c10::DispatchKey::CPU, &fastbert::pack_linear_weights);
+  m.def("quantize_linear_weights(Tensor[] weights, bool dynamic) -> Tensor");
+  m.impl("quantize_linear_weights", c10::DispatchKey::CPU, &fastbert::quantize_linear_weights);
   m.def("samples_match(Tensor[] views, Tensor[] samples) -> bool");
   m.impl("samples_match", c10::DispatchKey::CPU, &fastbert::samples_match);
 }

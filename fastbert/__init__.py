@@ -21,6 +21,7 @@ _EXPORTS = {
     "GraphedForward": "fastbert.graphed_forward",
     "accelerate": "fastbert.models.accelerate",
     "freeze": "fastbert.models.freeze",
+    "quantize": "fastbert.models.quantize",
     "refresh": "fastbert.cache",
     "register_attention": "fastbert.models.attention_interface",
     "register_auto_classes": "fastbert.models.auto_classes",

@@ -91,8 +91,8 @@ def _sample_views(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 FROZEN = (
-    "the model is frozen (fastbert.freeze) and has packed weights only: keep a model that is not, "
-    "or load it again"
+    "the model is frozen (by fastbert.freeze or quantize) and has packed weights only: keep a "
+    "model that is not, or load it again"
 )
 
 

@@ -23,6 +23,7 @@ namespace amx {
 void configure_tiles();
 void release_tiles();
 void multiply_bf16(const void*, const void*, int64_t, float*, int64_t, bool);
+void multiply_int8(const void*, const void*, int64_t, float*, int64_t, bool);
 void multiply_split2(const void*, const void*, int64_t, float*, int64_t, bool);
 void multiply_split3(const void*, const void*, int64_t, float*, int64_t, bool);
 }  // namespace amx
@@ -87,22 +88,67 @@ Arithmetic arithmetic_of_source(const Source& s, Arithmetic wanted) {
   return all ? wanted : Arithmetic::kFloat;
 }
 
-int64_t size_of_blocks(Arithmetic a, int64_t depth, int64_t columns) {
-  return blocks_of(depth) * blocks_of(columns) * bytes_per_block(a);
+int64_t depth_blocks(Arithmetic a, int64_t depth) { return ceil_div(depth, depth_of_block(a)); }
+
+int64_t size_of_units(Arithmetic a, int64_t columns) {
+  return a == Arithmetic::kInt8 ? blocks_of(columns) * kBlock * sizeof(float) : 0;
 }
 
-// Row blocks [begin, end) of a left operand: [row / 32][k / 32] blocks.
-void pack_left(const Source& s, bool transposed, Arithmetic a, int64_t begin, int64_t end,
-               int64_t depth, char* out) {
-  const int64_t deep = blocks_of(depth), bytes = bytes_per_block(a);
-  for (int64_t block = begin; block < end; ++block) {
-    for (int64_t k = 0; k < deep; ++k) {
-      char* to = out + ((block - begin) * deep + k) * bytes;
-      transposed ? kernels().pack_block(s, a, Layout::kATransposed, k * kBlock, block * kBlock, to)
-                 : kernels().pack_block(s, a, Layout::kA, block * kBlock, k * kBlock, to);
+int64_t size_of_blocks(Arithmetic a, int64_t depth, int64_t columns) {
+  return depth_blocks(a, depth) * blocks_of(columns) * bytes_per_block(a);
+}
+
+// How a right operand is multiplied on this machine: by a left one packed for `left`. Where that is
+// not its own arithmetic its blocks are expanded first, each to kExpanded of the left one's depth.
+struct Products {
+  Arithmetic left;
+  Multiply multiply;
+  bool expands;
+};
+
+constexpr int64_t kExpanded = kInt8Depth / kBlock;
+
+Products products_with(Arithmetic right) {
+  const bool expands = right == Arithmetic::kInt8Weights;
+  const Arithmetic left = expands ? arithmetic_for(at::kBFloat16) : right;
+  return {left, multiply_for(left), expands};
+}
+
+// A left operand's rows while all columns pass.
+struct LeftRows {
+  const Source& source;
+  bool transposed;
+  Arithmetic arithmetic;
+  int64_t deep;  // blocks of k
+  char* blocks;  // [row / 32][k / 32], k / 64 in int8
+  Int8Row* measured;
+
+  // Takes the row blocks [begin, end).
+  void pack(int64_t begin, int64_t end) const {
+    const int64_t depth = depth_of_block(arithmetic), bytes = bytes_per_block(arithmetic);
+    if (arithmetic == Arithmetic::kInt8) {
+      const int64_t last = std::min(source.rows, end * kBlock);
+      kernels().measure_int8_rows(source, begin * kBlock, last, measured);
+    }
+    for (int64_t block = begin; block < end; ++block) {
+      for (int64_t k = 0; k < deep; ++k) {
+        pack_block(block * kBlock, k * depth, measured + (block - begin) * kBlock,
+                   blocks + ((block - begin) * deep + k) * bytes);
+      }
     }
   }
-}
+
+ private:
+  void pack_block(int64_t row, int64_t k, const Int8Row* of_block, char* to) const {
+    if (arithmetic == Arithmetic::kInt8) {
+      kernels().pack_int8_rows(source, row, k, of_block, to);
+    } else if (transposed) {
+      kernels().pack_block(source, arithmetic, Layout::kATransposed, k, row, to);
+    } else {
+      kernels().pack_block(source, arithmetic, Layout::kA, row, k, to);
+    }
+  }
+};
 
 // How rows and columns are cut into tasks: every thread gets some, and packs as little as it can.
 struct Cut {
@@ -113,7 +159,7 @@ struct Cut {
 Cut cut(int64_t rows, int64_t columns, int64_t depth, Arithmetic a) {
   const int64_t threads = at::get_num_threads();
   const int64_t row_blocks = blocks_of(rows), column_blocks = blocks_of(columns);
-  const int64_t bytes = blocks_of(depth) * bytes_per_block(a);
+  const int64_t bytes = depth_blocks(a, depth) * bytes_per_block(a);
   const int64_t most =
       std::clamp<int64_t>(kLeftBytes / std::max<int64_t>(1, bytes), 1, kMostRowBlocks);
   const int64_t rounds = ceil_div(row_blocks, most * threads);
@@ -128,22 +174,37 @@ Cut cut(int64_t rows, int64_t columns, int64_t depth, Arithmetic a) {
 }
 
 // Blocks of depth that are multiplied at a time. The error of a sum grows with its length, so where
-// it shows (fp32) a piece starts from 0 and is added up, and is short; where it does not (bf16) the
-// tiles take the sums up again, and a piece is what the L2 cache holds beside the other operand.
-constexpr int64_t blocks_per_piece(Arithmetic a) {
-  return a == Arithmetic::kFloat ? 8 : a == Arithmetic::kBFloat16 ? 96 : 12;
+// it shows (fp32) a piece starts from 0 and is added up, and is short; where it does not (bf16, and
+// whole numbers) the tiles take the sums up again, and a piece is what the L2 cache holds beside
+// the other operand. Expanded, a piece is what the L1 cache holds, and added up.
+bool takes_up_sums(const Products& p) {
+  return (p.left == Arithmetic::kBFloat16 || p.left == Arithmetic::kInt8) && !p.expands;
 }
 
-// The next piece of a product, from depth k on.
-void multiply_piece(Arithmetic a, Multiply product, const char* left, const char* right, int64_t k,
-                    int64_t count, float* sums) {
-  const int64_t bytes = bytes_per_block(a);
-  if (k == 0 || a == Arithmetic::kBFloat16) {
-    return product(left + k * bytes, right + k * bytes, count, sums, kBlock, k > 0);
-  }
+int64_t blocks_per_piece(const Products& p) {
+  return takes_up_sums(p) ? 96 : p.left == Arithmetic::kFloat ? 8 : 12;
+}
+
+// The next piece of a product, of `count` blocks; the first starts the sums.
+void multiply_piece(const Products& p, const char* left, const char* right, int64_t count,
+                    bool first, float* sums) {
+  if (first || takes_up_sums(p)) return p.multiply(left, right, count, sums, kBlock, !first);
   alignas(64) float piece[kBlock * kBlock];
-  product(left + k * bytes, right + k * bytes, count, piece, kBlock, false);
+  p.multiply(left, right, count, piece, kBlock, false);
   kernels().add_to(piece, sums, kBlock * kBlock);
+}
+
+// `count` blocks of a panel from block k of the left operand's on, as they are multiplied.
+const char* right_piece(const Products& p, const char* panel, int64_t k, int64_t count,
+                        char* expanded) {
+  const int64_t bytes = bytes_per_block(p.left);
+  if (!p.expands) return panel + k * bytes;
+  const int64_t bytes_of_int8 = bytes_per_block(Arithmetic::kInt8Weights);
+  for (int64_t i = 0; i < count; i += kExpanded) {
+    kernels().expand_int8(panel + (k + i) / kExpanded * bytes_of_int8, p.left,
+                          expanded + i * bytes);
+  }
+  return expanded;
 }
 
 }  // namespace
@@ -174,9 +235,12 @@ Multiply multiply_for(Arithmetic arithmetic) {
       return amx::multiply_split2;
     case Arithmetic::kSplit3:
       return amx::multiply_split3;
+    case Arithmetic::kInt8:
+    case Arithmetic::kInt8Weights:
+      if (tiles) return amx::multiply_int8;
   }
 #endif
-  return kernels().multiply_float;
+  return is_int8(arithmetic) ? kernels().multiply_int8 : kernels().multiply_float;
 }
 
 Tiles::Tiles(Arithmetic arithmetic) : configured_(false) {
@@ -206,13 +270,14 @@ PackedRight::PackedRight(Stack stack, bool transposed, Arithmetic arithmetic)
       depth_(transposed ? sources_[0].columns : total_rows(sources_)),
       columns_(transposed ? total_rows(sources_) : sources_[0].columns),
       arithmetic_(ordinary_arithmetic(sources_, arithmetic)),
-      blocks_(empty_from_pool({kHeaderBytes + size_of_blocks(arithmetic_, depth_, columns_)},
+      blocks_(empty_from_pool({kHeaderBytes + size_of_units(arithmetic_, columns_) +
+                               size_of_blocks(arithmetic_, depth_, columns_)},
                               at::TensorOptions().dtype(at::kByte))) {
   char* bytes = reinterpret_cast<char*>(blocks_.mutable_data_ptr<uint8_t>());
   const Header header{kMagic, arithmetic, arithmetic_, depth_, columns_};
   std::memcpy(bytes, &header, sizeof(header));
-  data_ = bytes + kHeaderBytes;
-  pack(bytes + kHeaderBytes);
+  if (arithmetic_ == Arithmetic::kInt8) measure(reinterpret_cast<float*>(bytes + kHeaderBytes));
+  pack(bytes + kHeaderBytes + size_of_units(arithmetic_, columns_));
 }
 
 PackedRight::PackedRight(Stack stack, bool transposed, const at::Tensor& packed)
@@ -222,35 +287,60 @@ PackedRight::PackedRight(Stack stack, bool transposed, const at::Tensor& packed)
       depth_(transposed ? sources_[0].columns : total_rows(sources_)),
       columns_(transposed ? total_rows(sources_) : sources_[0].columns),
       arithmetic_(header_of(packed).used),
-      blocks_(packed),
-      data_(reinterpret_cast<const char*>(packed.const_data_ptr<uint8_t>()) + kHeaderBytes) {}
+      blocks_(packed) {}
 
 PackedRight::PackedRight(const at::Tensor& packed)
     : transposed_(true),
       depth_(header_of(packed).depth),
       columns_(header_of(packed).columns),
       arithmetic_(header_of(packed).used),
-      blocks_(packed),
-      data_(reinterpret_cast<const char*>(packed.const_data_ptr<uint8_t>()) + kHeaderBytes) {}
+      blocks_(packed) {}
+
+const char* PackedRight::data() const {
+  return reinterpret_cast<const char*>(blocks_.const_data_ptr<uint8_t>()) + kHeaderBytes;
+}
+
+// The units of int8 columns, which are rows of the sources.
+void PackedRight::measure(float* units) const {
+  float* next = units;
+  for (const Source& s : sources_) {
+    for_each_row_range(s.rows, s.columns, [&](int64_t begin, int64_t end) {
+      kernels().int8_units(s, begin, end, next + begin);
+    });
+    next += s.rows;
+  }
+  std::fill(next, units + blocks_of(columns_) * kBlock, 0.0f);
+}
+
+void PackedRight::pack_block(int64_t k, int64_t column, char* block) const {
+  int64_t row = transposed_ ? column : k;
+  const Source& s = source_at(sources_, row);
+  if (is_int8(arithmetic_)) {
+    return kernels().pack_int8_columns(s, row, k, units(column), block);
+  }
+  kernels().pack_block(s, arithmetic_, transposed_ ? Layout::kBTransposed : Layout::kB, row,
+                       transposed_ ? k : column, block);
+}
 
 void PackedRight::pack(char* blocks) const {
-  const int64_t panels = blocks_of(columns_), deep = blocks_of(depth_);
-  const int64_t bytes = bytes_per_block(arithmetic_);
+  const int64_t panels = blocks_of(columns_), deep = depth_blocks(arithmetic_, depth_);
+  const int64_t bytes = bytes_per_block(arithmetic_), depth = depth_of_block(arithmetic_);
   for_each_range(panels, std::max<int64_t>(1, 16 / std::max<int64_t>(1, deep)),
                  [&](int64_t begin, int64_t end) {
                    for (int64_t i = begin * deep; i < end * deep; ++i) {
-                     const int64_t column = i / deep * kBlock, k = i % deep * kBlock;
-                     int64_t row = transposed_ ? column : k;
-                     const Source& s = source_at(sources_, row);
-                     kernels().pack_block(s, arithmetic_,
-                                          transposed_ ? Layout::kBTransposed : Layout::kB, row,
-                                          transposed_ ? k : column, blocks + i * bytes);
+                     pack_block(i % deep * depth, i / deep * kBlock, blocks + i * bytes);
                    }
                  });
 }
 
 const char* PackedRight::panel(int64_t column) const {
-  return data_ + column / kBlock * blocks_of(depth_) * bytes_per_block(arithmetic_);
+  return data() + size_of_units(arithmetic_, columns_) +
+         column / kBlock * depth_blocks(arithmetic_, depth_) * bytes_per_block(arithmetic_);
+}
+
+const float* PackedRight::units(int64_t column) const {
+  return arithmetic_ == Arithmetic::kInt8 ? reinterpret_cast<const float*>(data()) + column
+                                          : nullptr;
 }
 
 // The sum of an element's parts, the smallest first: of three parts the very value that was split.
@@ -288,51 +378,97 @@ float PackedRight::plain_product(const float* row, int64_t column) const {
   return total;
 }
 
+namespace {
+
+// What the rows of one task share with all of its panels.
+struct Task {
+  const Source& left;
+  const PackedRight& right;
+  const Finish& finish;
+  const Products& products;
+  const LeftRows& packed;
+  const uint8_t* ordinary;  // null where every row is
+  char* expanded;
+  int64_t first, last, rows;  // blocks; rows of all tasks
+
+  void run(int64_t panel) const {
+    alignas(64) float sums[kMostRowBlocks][kBlock * kBlock];
+    const int64_t column = panel * kBlock;
+    multiply_panel(right.panel(column), sums);
+    for (int64_t block = first; block < last; ++block)
+      finish_block(block, column, sums[block - first]);
+  }
+
+ private:
+  void multiply_panel(const char* panel, float (*sums)[kBlock * kBlock]) const {
+    const int64_t deep = packed.deep, piece = blocks_per_piece(products);
+    const int64_t bytes = bytes_per_block(products.left);
+    for (int64_t k = 0; k < std::max<int64_t>(1, deep); k += piece) {
+      const int64_t count = std::min(piece, deep - k);
+      const char* right_blocks = right_piece(products, panel, k, count, expanded);
+      for (int64_t block = 0; block < last - first; ++block) {
+        multiply_piece(products, packed.blocks + (block * deep + k) * bytes, right_blocks, count,
+                       k == 0, sums[block]);
+      }
+    }
+  }
+
+  void finish_block(int64_t block, int64_t column, float* c) const {
+    const int64_t row = block * kBlock, height = std::min(kBlock, rows - row);
+    const int64_t width = std::min(kBlock, right.columns() - column);
+    if (products.left == Arithmetic::kInt8) {
+      kernels().finish_int8(c, packed.measured + (block - first) * kBlock, right.panel(column),
+                            right.units(column));
+    }
+    for (int64_t r = 0; ordinary != nullptr && r < height; ++r) {
+      if (ordinary[row - first * kBlock + r]) continue;
+      const float* x = static_cast<const float*>(left.data) + (row + r) * left.ld;
+      for (int64_t i = 0; i < width; ++i) c[r * kBlock + i] = right.plain_product(x, column + i);
+    }
+    kernels().finish_block(finish, row, column, height, width, c);
+  }
+};
+
+}  // namespace
+
 void multiply(const Source& left, bool transposed, const PackedRight& right, const Finish& finish,
               const FinishRows& finish_rows) {
   const int64_t rows = transposed ? left.columns : left.rows;
-  const int64_t columns = right.columns(), depth = right.depth(), deep = blocks_of(depth);
+  const int64_t columns = right.columns(), depth = right.depth();
   if (rows == 0 || columns == 0) return;
-  const Arithmetic a = right.arithmetic();
-  const Multiply product = multiply_for(a);
-  const Cut c = cut(rows, columns, depth, a);
-  const int64_t bytes = bytes_per_block(a), piece = blocks_per_piece(a);
-  const bool may_be_plain = parts_of(a) > 1 && left.dtype == Dtype::kFloat && !transposed;
+  const Products p = products_with(right.arithmetic());
+  const Cut c = cut(rows, columns, depth, p.left);
+  const int64_t bytes = bytes_per_block(p.left);
+  const int64_t deep =
+      p.expands ? kExpanded * depth_blocks(right.arithmetic(), depth) : depth_blocks(p.left, depth);
+  const bool may_be_plain = parts_of(p.left) > 1 && left.dtype == Dtype::kFloat && !transposed;
   const bool whole_rows = c.column_tasks == 1;
   for_each_range(c.row_tasks * c.column_tasks, 1, [&](int64_t begin, int64_t end) {
-    const Tiles tiles(a);
+    const Tiles tiles(p.left);
     const Workspace packed(c.row_blocks * deep * bytes);
-    alignas(64) float sums[kMostRowBlocks][kBlock * kBlock];
+    const Workspace expanded(p.expands ? blocks_per_piece(p) * bytes : 0);
     uint8_t ordinary[kMostRowBlocks * kBlock];
+    Int8Row measured[kMostRowBlocks * kBlock] = {};
+    const LeftRows rows_of_task{left, transposed, p.left, deep, packed.as<char>(), measured};
     for (int64_t task = begin; task < end; ++task) {
       const int64_t first = task / c.column_tasks * c.row_blocks;
       const int64_t last = std::min(first + c.row_blocks, blocks_of(rows));
       const int64_t first_panel = task % c.column_tasks * c.column_blocks;
       const int64_t last_panel = std::min(first_panel + c.column_blocks, blocks_of(columns));
-      pack_left(left, transposed, a, first, last, depth, packed.as<char>());
+      rows_of_task.pack(first, last);
       const int64_t first_row = first * kBlock, last_row = std::min(rows, last * kBlock);
       if (may_be_plain) kernels().ordinary_rows(left, first_row, last_row, ordinary);
-      for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-        const int64_t column = panel * kBlock, width = std::min(kBlock, columns - column);
-        for (int64_t k = 0; k < std::max<int64_t>(1, deep); k += piece) {
-          for (int64_t block = first; block < last; ++block) {
-            multiply_piece(a, product, packed.as<char>() + (block - first) * deep * bytes,
-                           right.panel(column), k, std::min(piece, deep - k), sums[block - first]);
-          }
-        }
-        for (int64_t block = first; block < last; ++block) {
-          const int64_t row = block * kBlock, height = std::min(kBlock, rows - row);
-          float* c = sums[block - first];
-          for (int64_t r = 0; may_be_plain && r < height; ++r) {
-            if (ordinary[row - first_row + r]) continue;
-            const float* x = static_cast<const float*>(left.data) + (row + r) * left.ld;
-            for (int64_t i = 0; i < width; ++i) {
-              c[r * kBlock + i] = right.plain_product(x, column + i);
-            }
-          }
-          kernels().finish_block(finish, row, column, height, width, c);
-        }
-      }
+      const Task work{left,
+                      right,
+                      finish,
+                      p,
+                      rows_of_task,
+                      may_be_plain ? ordinary : nullptr,
+                      expanded.as<char>(),
+                      first,
+                      last,
+                      rows};
+      for (int64_t panel = first_panel; panel < last_panel; ++panel) work.run(panel);
       if (finish_rows && whole_rows) finish_rows(first_row, last_row);
     }
   });
@@ -369,11 +505,11 @@ PackedRight packed_weights(at::TensorList weights, at::ScalarType dtype,
                            const std::optional<at::Tensor>& packed, const char* op) {
   const Arithmetic a = arithmetic_for(dtype);
   if (weights.empty()) {
-    TORCH_CHECK_VALUE(
-        packed.has_value() && header_of(*packed).magic == kMagic && header_of(*packed).wanted == a,
-        op,
-        ": the weights were packed for another instruction set, dtype or float32 "
-        "matmul precision than is in force, and the originals were dropped");
+    TORCH_CHECK_VALUE(packed.has_value() && header_of(*packed).magic == kMagic &&
+                          (header_of(*packed).wanted == a || is_int8(header_of(*packed).wanted)),
+                      op,
+                      ": the weights were packed for another instruction set, dtype or float32 "
+                      "matmul precision than is in force, and the originals were dropped");
     return PackedRight(*packed);
   }
   Stack stack = stack_of(weights, op);
@@ -385,6 +521,11 @@ PackedRight packed_weights(at::TensorList weights, at::ScalarType dtype,
     }
   }
   return PackedRight(std::move(stack), true, a);
+}
+
+PackedRight quantized_weights(at::TensorList weights, bool dynamic, const char* op) {
+  return PackedRight(stack_of(weights, op), true,
+                     dynamic ? Arithmetic::kInt8 : Arithmetic::kInt8Weights);
 }
 
 void input_gradient(const Source& dy, at::TensorList weights, at::ScalarType dtype,

@@ -45,15 +45,15 @@ struct Stack {
   std::vector<Source> sources;
 };
 
-// A right operand (k by columns) packed for products: [column / 32][k / 32] blocks. It is made of
-// one matrix, or of several under one another whose heights are multiples of 32; transposed, those
-// are (columns, k), as the weights of linear layers are.
+// A right operand (k by columns) packed for products: [column / 32][k / 32] blocks (k / 64 in
+// int8). It is made of one matrix, or of several under one another whose heights are multiples of
+// 32; transposed, those are (columns, k), as the weights of linear layers are.
 class PackedRight {
  public:
   PackedRight(Stack stack, bool transposed, Arithmetic arithmetic);
   // One packed before, by `to_tensor`.
   PackedRight(Stack stack, bool transposed, const at::Tensor& packed);
-  // The same without the matrices it was made of, transposed ones.
+  // The same without the matrices it was made of, transposed ones. In int8 they are never there.
   explicit PackedRight(const at::Tensor& packed);
 
   // The blocks with a header that says what they are.
@@ -63,11 +63,16 @@ class PackedRight {
   int64_t depth() const { return depth_; }
   int64_t columns() const { return columns_; }
   const char* panel(int64_t column) const;
+  // Of int8 columns, from this one on; null where blocks have their own.
+  const float* units(int64_t column) const;
   // The product of a row and a column in plain fp32, for rows that the splits cannot hold.
   float plain_product(const float* row, int64_t column) const;
 
  private:
+  const char* data() const;
+  void measure(float* units) const;
   void pack(char* blocks) const;
+  void pack_block(int64_t k, int64_t column, char* block) const;
   float value_at(int64_t k, int64_t column) const;
 
   std::vector<at::Tensor> held_;
@@ -76,7 +81,6 @@ class PackedRight {
   int64_t depth_, columns_;
   Arithmetic arithmetic_;
   at::Tensor blocks_;
-  const char* data_;
 };
 
 // What is left to do for the rows [begin, end) of a product once all their columns are finished, by
@@ -92,9 +96,13 @@ void multiply(const Source& left, bool transposed, const PackedRight& right, con
 at::Tensor with_contiguous_rows(const at::Tensor& matrix);
 
 // The weights (columns, k) of y = x [W ...]ᵀ, taken from `packed` where that is what it says.
-// Without weights `packed` must be.
+// Without weights `packed` must be; in int8 it serves any dtype and machine.
 PackedRight packed_weights(at::TensorList weights, at::ScalarType dtype,
                            const std::optional<at::Tensor>& packed, const char* op);
+
+// The same in int8. `dynamic`: for products with rows of x in int8 too, a unit for each output;
+// else with rows in bf16 or fp32, a unit for each 64 weights of an output.
+PackedRight quantized_weights(at::TensorList weights, bool dynamic, const char* op);
 
 // dy [W ...], in the dtype of x; `finish` where the gradient is not the end of it.
 void input_gradient(const Source& dy, at::TensorList weights, at::ScalarType dtype,

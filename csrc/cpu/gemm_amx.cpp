@@ -1,4 +1,4 @@
-// The bf16 microkernel and the split fp32 ones in AMX tiles (Sapphire Rapids and later): a block is
+// The bf16, split fp32 and int8 microkernels in AMX tiles (Sapphire Rapids and later): a block is
 // two tiles of each operand and four of sums, all eight tile registers.
 #include "cpu/inline.h"
 #include "cpu/kernels.h"
@@ -6,7 +6,7 @@
 #if defined(FASTBERT_X86)
 #include <immintrin.h>
 
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,amx-tile,amx-bf16")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,amx-tile,amx-bf16,amx-int8")
 
 namespace fastbert {
 namespace amx {
@@ -75,10 +75,23 @@ FASTBERT_INLINE void add_products(const char* next) {
   _tile_dpbf16ps(3, 5, 7);
 }
 
-constexpr int kPart = 2048;  // bytes of a block in bf16
+// The same in int8.
+FASTBERT_INLINE void add_int8_products(const char* next) {
+  prefetch_tile(next);
+  _tile_dpbssd(0, 4, 6);
+  prefetch_tile(next + 1024);
+  _tile_dpbssd(1, 4, 7);
+  _tile_dpbssd(2, 5, 6);
+  _tile_dpbssd(3, 5, 7);
+}
 
-void multiply_bf16(const void* a, const void* b, int64_t blocks, float* c, int64_t ldc,
-                   bool accumulate) {
+constexpr int kPart = 2048;  // bytes of a block in bf16, and of one in int8
+
+// Blocks whose products are one tile product for each pair of tiles.
+template <typename AddProducts>
+FASTBERT_INLINE void multiply_single(const void* a, const void* b, int64_t blocks, float* c,
+                                     int64_t ldc, bool accumulate,
+                                     const AddProducts& add_products) {
   load_sums(c, ldc, accumulate);
   const char *left = static_cast<const char*>(a), *right = static_cast<const char*>(b);
   for (int64_t block = 0; block < blocks; ++block, left += kPart, right += kPart) {
@@ -86,9 +99,19 @@ void multiply_bf16(const void* a, const void* b, int64_t blocks, float* c, int64
     load_right(right);
     prefetch_tile(left + kPart);
     prefetch_tile(left + kPart + 1024);
-    add_products<2>(right + kPart);
+    add_products(right + kPart);
   }
   store_sums(c, ldc);
+}
+
+void multiply_bf16(const void* a, const void* b, int64_t blocks, float* c, int64_t ldc,
+                   bool accumulate) {
+  multiply_single(a, b, blocks, c, ldc, accumulate, add_products<2>);
+}
+
+void multiply_int8(const void* a, const void* b, int64_t blocks, float* c, int64_t ldc,
+                   bool accumulate) {
+  multiply_single(a, b, blocks, c, ldc, accumulate, add_int8_products);
 }
 
 // high·low + low·high + high·high

@@ -43,7 +43,7 @@ constexpr std::array<const char*, 5> kNames = {"portable", "avx2", "avx512", "av
 bool has_leaf_7_bit(unsigned subleaf, char reg, int bit) {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (!__get_cpuid_count(7, subleaf, &eax, &ebx, &ecx, &edx)) return false;
-  return ((reg == 'a' ? eax : edx) >> bit) & 1u;
+  return ((reg == 'a' ? eax : reg == 'c' ? ecx : edx) >> bit) & 1u;
 }
 
 // The kernel gives a process the tile registers only when asked.
@@ -60,8 +60,10 @@ Isa best_isa() {
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (!avx512) return Isa::kAvx2;
-  if (!has_leaf_7_bit(1, 'a', 5)) return Isa::kAvx512;
-  const bool amx = has_leaf_7_bit(0, 'd', 24) && has_leaf_7_bit(0, 'd', 22);
+  const bool bf16 = has_leaf_7_bit(1, 'a', 5), vnni = has_leaf_7_bit(0, 'c', 11);
+  if (!bf16 || !vnni) return Isa::kAvx512;
+  const bool tiles = has_leaf_7_bit(0, 'd', 24);
+  const bool amx = tiles && has_leaf_7_bit(0, 'd', 22) && has_leaf_7_bit(0, 'd', 25);
   return amx && may_use_tiles() ? Isa::kAmx : Isa::kAvx512Bf16;
 }
 

@@ -6,6 +6,7 @@
 #include <immintrin.h>
 
 #pragma GCC target("avx2,fma,f16c")
+#define FASTBERT_AVX2 1
 #define ISA avx2
 namespace fastbert {
 namespace ISA {

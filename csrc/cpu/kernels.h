@@ -138,19 +138,32 @@ struct EmbedLayerNormGrad {
 // [half][k / 2][column % 16][k % 2], as tile registers and the dot product of AVX512_BF16 read it.
 // A split of fp32 is 2 or 3 such blocks one after the other: x rounded to bf16, the rest rounded,
 // and so on, whose products of falling weight add up to an fp32 product.
+// In int8 a block is twice as deep: a left one is row-major, a right one holds
+// [half][k / 4][column % 16][k % 4]. Its numbers are whole ones of a unit that each row of the left
+// operand and each column of the right one has for itself; where the right operand alone is in int8
+// each column of a block has, in bf16 behind the block's numbers.
 
-constexpr int64_t kBlock = 32;
+constexpr int64_t kBlock = 32, kInt8Depth = 64;
 
 FASTBERT_INLINE constexpr int64_t blocks_of(int64_t n) { return (n + kBlock - 1) / kBlock; }
 
-enum class Arithmetic { kFloat, kBFloat16, kSplit2, kSplit3 };
+// kInt8Weights: int8 on the right only, expanded for a left operand in bf16, or fp32 where the
+// machine multiplies no bf16.
+enum class Arithmetic { kFloat, kBFloat16, kSplit2, kSplit3, kInt8, kInt8Weights };
+
+FASTBERT_INLINE constexpr bool is_int8(Arithmetic a) { return a >= Arithmetic::kInt8; }
 
 FASTBERT_INLINE constexpr int parts_of(Arithmetic a) {
   return a == Arithmetic::kSplit3 ? 3 : a == Arithmetic::kSplit2 ? 2 : 1;
 }
 
+FASTBERT_INLINE constexpr int64_t depth_of_block(Arithmetic a) {
+  return is_int8(a) ? kInt8Depth : kBlock;
+}
+
 FASTBERT_INLINE constexpr int64_t bytes_per_block(Arithmetic a) {
-  return kBlock * kBlock * (a == Arithmetic::kFloat ? 4 : 2 * parts_of(a));
+  const int64_t bytes = a == Arithmetic::kFloat ? 4 : is_int8(a) ? 1 : 2 * parts_of(a);
+  return kBlock * depth_of_block(a) * bytes + (a == Arithmetic::kInt8Weights ? 2 * kBlock : 0);
 }
 
 // Where a block's rows come from: rows or columns of the source.
@@ -166,6 +179,20 @@ struct Source {
   Gelu gelu = Gelu::kNone;
 };
 
+// How a row of a left operand is quantised. A few elements of BERT's hidden states are ten times
+// the others (Dettmers et al. 2022, "LLM.int8()", section 4), and with them in the scale the others
+// would have few digits. So the two largest magnitudes, where no third one is as large, are
+// multiplied as they are, and the third is 127 units.
+struct Int8Row {
+  static constexpr int kOutliers = 2;
+  struct Outlier {
+    int32_t k;
+    float value;  // 0 where there is none
+  };
+  float peak;
+  Outlier outliers[kOutliers];
+};
+
 // What becomes of a product: out = c + bias, or its GELU (the sum kept in preact where not null),
 // or c times GELU's slope at slope_at.
 struct Finish {
@@ -179,7 +206,8 @@ struct Finish {
   const void* addend = nullptr;  // like out; added last
 };
 
-// c (32 x 32, row stride ldc) = or += the products of `blocks` neighbouring blocks.
+// c (32 x 32, row stride ldc) = or += the products of `blocks` neighbouring blocks; of int8, in
+// 32-bit whole numbers.
 using Multiply = void (*)(const void* a, const void* b, int64_t blocks, float* c, int64_t ldc,
                           bool accumulate);
 
@@ -318,6 +346,21 @@ struct Kernels {
   void (*ordinary_rows)(const Source&, int64_t begin, int64_t end, uint8_t* ordinary);
   float (*dot)(const float* a, const float* b, int64_t step, int64_t n, float start);
   void (*add_rows)(const Source&, int64_t begin, int64_t end, float* sums);
+
+  void (*measure_int8_rows)(const Source&, int64_t begin, int64_t end, Int8Row* rows);
+  // The left block at (row, column).
+  void (*pack_int8_rows)(const Source&, int64_t row, int64_t column, const Int8Row* rows,
+                         void* out);
+  // The units of rows [begin, end), which become columns of a right operand.
+  void (*int8_units)(const Source&, int64_t begin, int64_t end, float* units);
+  // The right block of rows from (row, column) on; without units of theirs it gets its own.
+  void (*pack_int8_columns)(const Source&, int64_t row, int64_t column, const float* units,
+                            void* out);
+  // A right block with units of its own as two in fp32 or bf16.
+  void (*expand_int8)(const void* block, Arithmetic, void* out);
+  Multiply multiply_int8;
+  // From whole numbers to fp32: a block's rows times a panel, whose columns' units are given.
+  void (*finish_int8)(float* c, const Int8Row* rows, const void* panel, const float* units);
 
   // Logits (rows, ld) of columns [column, column + columns); rows count from the tensors' first.
   void (*sum_logits)(const CrossEntropy&, int64_t row, int64_t rows, int64_t column,

@@ -11,12 +11,6 @@ namespace {
 
 constexpr const char* kOp = "linear";
 
-int64_t total_rows(at::TensorList weights) {
-  int64_t rows = 0;
-  for (const at::Tensor& w : weights) rows += w.size(0);
-  return rows;
-}
-
 at::Tensor joined_biases(at::TensorList biases, int64_t size) {
   if (biases.empty()) return {};
   const at::Tensor all = biases.size() == 1 ? biases[0] : at::cat(biases);
@@ -29,16 +23,22 @@ at::Tensor pack_linear_weights(at::TensorList weights, at::ScalarType dtype) {
   return packed_weights(weights, dtype, std::nullopt, kOp).to_tensor();
 }
 
+at::Tensor quantize_linear_weights(at::TensorList weights, bool dynamic) {
+  return quantized_weights(weights, dynamic, kOp).to_tensor();
+}
+
 at::Tensor linear_fwd_cpu(const at::Tensor& x, at::TensorList weights, at::TensorList biases,
                           const std::optional<at::Tensor>& packed) {
   const at::Tensor input = with_contiguous_rows(x);
-  const int64_t columns = total_rows(weights);
+  const PackedRight right = packed_weights(weights, x.scalar_type(), packed, kOp);
+  const int64_t columns = right.columns();
+  TORCH_CHECK_VALUE(x.size(1) == right.depth(), kOp, ": x must have ", right.depth(),
+                    " columns, got ", x.sizes());
   const at::Tensor bias = joined_biases(biases, columns);
   at::Tensor y = empty_from_pool({x.size(0), columns}, x.options());
   Finish finish{dtype_of(y, kOp), y.mutable_data_ptr(), columns};
   finish.bias = data_or_null(bias);
-  multiply(source_of(input, kOp), false, packed_weights(weights, x.scalar_type(), packed, kOp),
-           finish);
+  multiply(source_of(input, kOp), false, right, finish);
   return y;
 }
 

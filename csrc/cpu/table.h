@@ -49,6 +49,7 @@ void add_to(const float* x, float* sum, int64_t n) {
 
 // clang-format off
 #include "cpu/gemm_kernel.h"
+#include "cpu/int8_kernel.h"
 #include "cpu/attention_kernel.h"
 #include "cpu/disentangled_attention_kernel.h"
 #include "cpu/cross_entropy_kernel.h"
@@ -98,6 +99,13 @@ const Kernels kTable = {
     ordinary_rows,
     dot,
     add_rows,
+    measure_int8_rows,
+    pack_int8_rows,
+    int8_units,
+    pack_int8_columns,
+    expand_int8,
+    multiply_int8,
+    finish_int8,
     sum_logits,
     logit_gradients,
     sum_distillation,

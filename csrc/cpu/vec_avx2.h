@@ -90,6 +90,7 @@ FASTBERT_INLINE Vec with_sign_of(Vec magnitude, Vec sign) {
 }
 
 FASTBERT_INLINE Mask less(Vec a, Vec b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ)}; }
+FASTBERT_INLINE bool any(Mask m) { return _mm256_movemask_ps(m.lanes) != 0; }
 FASTBERT_INLINE Vec select(Mask m, Vec a, Vec b) { return {_mm256_blendv_ps(b.v, a.v, m.lanes)}; }
 FASTBERT_INLINE Vec zero_unless(Mask m, Vec a) { return {_mm256_and_ps(m.lanes, a.v)}; }
 FASTBERT_INLINE Vec first_lanes(Vec a, int n) {

@@ -91,6 +91,7 @@ FASTBERT_INLINE Vec with_sign_of(Vec magnitude, Vec sign) {
 }
 
 FASTBERT_INLINE Mask less(Vec a, Vec b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
+FASTBERT_INLINE bool any(Mask m) { return m.lanes != 0; }
 FASTBERT_INLINE Vec select(Mask m, Vec a, Vec b) {
   return {_mm512_mask_blend_ps(m.lanes, b.v, a.v)};
 }

@@ -85,6 +85,12 @@ FASTBERT_INLINE Vec with_sign_of(Vec magnitude, Vec sign) {
 }
 
 FASTBERT_INLINE Mask less(Vec a, Vec b) { return {a.v < b.v}; }
+FASTBERT_INLINE bool any(Mask m) {
+  uint32_t lanes[Vec::kLanes], found = 0;
+  m.lanes.store(lanes);
+  for (uint32_t lane : lanes) found |= lane;
+  return found != 0;
+}
 FASTBERT_INLINE Vec select(Mask m, Vec a, Vec b) { return {Native::blendv(b.v, a.v, m.lanes)}; }
 FASTBERT_INLINE Vec zero_unless(Mask m, Vec a) { return select(m, a, broadcast(0.0f)); }
 FASTBERT_INLINE Vec first_lanes(Vec a, int n) { return {Native::set(Native(0.0f), a.v, n)}; }

@@ -1,5 +1,7 @@
 """`freeze(model)`: packed weights in the place of the originals, for serving on a CPU."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import nn
 
@@ -10,6 +12,8 @@ from fastbert.models.layers import PostNormLayer
 from fastbert.models.packed_model import PackedModel
 from fastbert.models.post_norm import PostNormModel
 from fastbert.ops.encoder import pack_layers
+
+Pack = Callable[[Sequence[torch.Tensor], torch.dtype], list[torch.Tensor]]
 
 
 def freeze(model: nn.Module) -> nn.Module:
@@ -43,22 +47,39 @@ def freeze(model: nn.Module) -> nn.Module:
             whole, as they cannot run DeBERTa and ModernBERT; the message says why. Nothing was
             changed then.
     """
+    encoders = encoders_of("freeze", model)
+    replace_weights(model, encoders, pack_layers)
+    return model
+
+
+def encoders_of(name: str, model: nn.Module) -> list[PostNormModel]:
+    """The models of fastbert inside `model`, where one op runs all layers of each.
+
+    Raises:
+        TypeError, ValueError: as `freeze` does, in the name of the function `name`.
+    """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"freeze: model must be a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(f"{name}: model must be a torch.nn.Module, got {type(model).__name__}")
     encoders = [m for m in model.modules() if isinstance(m, PackedModel)]
     if not encoders:
         raise ValueError(
-            f"freeze: {type(model).__name__} holds no model of fastbert; call "
+            f"{name}: {type(model).__name__} holds no model of fastbert; call "
             "fastbert.accelerate(model) before"
         )
     for encoder in encoders:
         reason = _why_not(encoder)
         if reason is not None:
             raise ValueError(
-                f"freeze: {type(encoder).__name__} cannot run as a whole on the CPU: {reason}; "
+                f"{name}: {type(encoder).__name__} cannot run as a whole on the CPU: {reason}; "
                 "change that, or use the model as it is"
             )
-    places = [place for encoder in encoders for place in _drop_weights(encoder)]
+    return encoders
+
+
+def replace_weights(model: nn.Module, encoders: Sequence[PostNormModel], pack: Pack) -> None:
+    """Drops the weights of the encoders' layers for what `pack` makes of a layer's, once for each
+    layer that still has them."""
+    places = [place for encoder in encoders for place in _drop_weights(encoder, pack)]
     for module in model.modules():
         holds_one = isinstance(module, CachesWeights) and any(
             m in encoders for m in module.modules()
@@ -66,7 +87,6 @@ def freeze(model: nn.Module) -> nn.Module:
         if holds_one and module.weight_cache.frozen is None:
             module.weight_cache.frozen = FrozenWeights()
     give_back(places)
-    return model
 
 
 def _why_not(encoder: PackedModel) -> str | None:
@@ -87,21 +107,21 @@ def _rows_like(encoder: PostNormModel) -> torch.Tensor:
     return torch.empty(size, dtype=encoder.dtype, device=encoder.device)
 
 
-def _drop_weights(encoder: PostNormModel) -> list[tuple[int, int]]:
+def _drop_weights(encoder: PostNormModel, pack: Pack) -> list[tuple[int, int]]:
     """Layer by layer, so that no more than one layer's weights exist twice; says where they
     were."""
     places = []
     for layer in dict.fromkeys(encoder.packed_layers()):
         if layer.weight_cache.frozen is None:
-            places += _drop_weights_of(layer, encoder.dtype)
+            places += _drop_weights_of(layer, encoder.dtype, pack)
     encoder.requires_grad_(False)
     return places
 
 
-def _drop_weights_of(layer: PostNormLayer, dtype: torch.dtype) -> list[tuple[int, int]]:
+def _drop_weights_of(layer: PostNormLayer, dtype: torch.dtype, pack: Pack) -> list[tuple[int, int]]:
     linears = linears_of(layer.spec(0))
     layer.weight_cache.clear()
-    packed = pack_layers([linear.weight for linear in linears], dtype)
+    packed = pack([linear.weight for linear in linears], dtype)
     places = [place_of(linear.weight) for linear in linears]
     for linear in linears:
         shape = torch.empty_like(linear.weight, device="meta")

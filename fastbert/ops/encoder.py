@@ -11,7 +11,7 @@ from fastbert import dispatch
 from fastbert.ops.attention import checked_lengths
 from fastbert.ops.bias_gelu import check_approximate
 from fastbert.ops.kernel_inputs import dtype_reasons, width_reasons
-from fastbert.ops.linear import check_linear, pack_weights
+from fastbert.ops.linear import check_linear, pack_weights, quantize_weights
 from fastbert.reference.encoder import encoder_reference
 
 LINEARS, NORMS = 6, 4
@@ -80,6 +80,7 @@ def encoder(
         num_heads: N. softmax_scale: factor on the scores. eps: of the norms.
         approximate: `none` or `tanh`, the form of GELU.
         packed: what `pack_layers` gives for the weights and the dtype of x; None: packed now.
+            The registered op takes what `quantize_layers` gives, too, beside no weights.
 
     Returns:
         `(T, C)`, in the dtype of x.
@@ -106,6 +107,12 @@ def pack_layers(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> list[tor
     layers = [weights[i : i + LINEARS] for i in range(0, len(weights), LINEARS)]
     found = [pack_weights(layer[part], dtype) for layer in layers for _, part in PACKED]
     return found if all(t is not None and t.dtype == torch.uint8 for t in found) else []
+
+
+def quantize_layers(weights: Sequence[torch.Tensor], mode: str) -> list[torch.Tensor]:
+    """The layers' weights as `quantize_weights` gives them, four tensors a layer."""
+    layers = [weights[i : i + LINEARS] for i in range(0, len(weights), LINEARS)]
+    return [quantize_weights(layer[part], mode) for layer in layers for _, part in PACKED]
 
 
 def _check_layers(x, weights, biases, norms, num_heads) -> None:

@@ -152,6 +152,39 @@ def pack_weights(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.T
     return torch.cat([w.detach().to(dtype) for w in weights])
 
 
+QUANTIZATIONS = ("weight_only", "dynamic")
+
+
+def quantize_weights(weights: Sequence[torch.Tensor], mode: str) -> torch.Tensor:
+    """Weights `(F_i, C)` in int8, as the C++ matmul of inputs of any dtype reads them.
+
+    A weight w of output i is the whole number q_i = round(w / s_i), at most 127 in magnitude, with
+    s_i = max |w| / 127 over the output's row; ties go to the even one. With `weight_only` the
+    product is y_i = s_i sum(x q_i), x rounded to bf16 where the machine multiplies that, and no
+    other rounding than a bf16 product's. With `dynamic` a row of x is quantised as a row of weights
+    is, by a scale of its own, and the sums are exact. A row with an infinity or a NaN gives NaN.
+
+    Args:
+        weights: fp32/bf16/fp16, on a CPU.
+        mode: `weight_only` or `dynamic`.
+
+    Returns:
+        Bytes `(n,)`, for `packed` of the registered op `linear_fwd` beside no weights.
+
+    Raises:
+        ValueError: unknown mode.
+    """
+    check_quantization("quantize_weights", mode)
+    detached = [w.detach() for w in weights]
+    return torch.ops.fastbert.quantize_linear_weights(detached, mode == "dynamic")
+
+
+def check_quantization(name: str, mode: str) -> None:
+    """Raises ValueError unless `mode` is known."""
+    if mode not in QUANTIZATIONS:
+        raise ValueError(f"{name}: mode must be 'weight_only' or 'dynamic', got {mode!r}")
+
+
 def autocast_input(x: torch.Tensor) -> torch.Tensor:
     """x in the dtype autocast gives a matmul on its device; as it is without autocast."""
     dtype = dispatch.autocast_dtype(x.device)

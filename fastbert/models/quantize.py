@@ -1,0 +1,72 @@
+"""`quantize(model)`: int8 in the place of the layers' weights, for serving on a CPU."""
+
+import functools
+
+import torch
+from torch import nn
+
+from fastbert.encoder_inference import linears_of
+from fastbert.models.freeze import encoders_of, replace_weights
+from fastbert.models.layers import PostNormLayer
+from fastbert.models.post_norm import PostNormModel
+from fastbert.ops.encoder import quantize_layers
+from fastbert.ops.linear import check_quantization
+
+
+def quantize(model: nn.Module, mode: str) -> nn.Module:
+    """Replaces the layers' weights of every fastbert encoder inside `model` by int8, in place.
+
+    Every output of a Linear has a scale of its own; embeddings, biases, norms, pooler and head stay
+    as they are, and attention is computed in the model's dtype. What is a multiple of 127th parts
+    of a row's largest magnitude is rounded:
+
+    - `weight_only`: the weights alone. Products are those of bf16 (fp32 where the machine has no
+      bf16), whatever the model's dtype. A quarter of the memory of fp32 weights, half of bf16's:
+      for short texts one at a time, whose time goes into reading weights.
+    - `dynamic`: the input of each Linear too, by a scale of each token's, found as it is read.
+      Sums of whole numbers are exact, so a sentence's outputs are the same alone and in any batch
+      here as well. The fastest, on machines with int8 products (AMX, AVX512_VNNI), and the less
+      precise.
+
+    A quantised model is for inference only and refuses what a frozen one does (`fastbert.freeze`,
+    whose rules hold here, but for the float32 matmul precision and the instruction set, which may
+    change). There is nothing to save: quantise again after loading, which takes a second.
+
+    Args:
+        model: as for `freeze`, and not frozen or quantised before.
+        mode: `weight_only` or `dynamic`.
+
+    Returns:
+        `model`.
+
+    Raises:
+        TypeError: `model` is not a torch module.
+        ValueError: unknown mode, a model that `freeze` would refuse, one whose weights are gone
+            already, or weights that are no numbers. Nothing was changed then.
+    """
+    check_quantization("quantize", mode)
+    encoders = encoders_of("quantize", model)
+    for encoder in encoders:
+        for layer in encoder.packed_layers():
+            _check_layer(encoder, layer)
+    pack = functools.partial(_quantized, mode=mode)
+    replace_weights(model, encoders, pack)
+    return model
+
+
+def _check_layer(encoder: PostNormModel, layer: PostNormLayer) -> None:
+    if layer.weight_cache.frozen is not None:
+        raise ValueError(
+            f"quantize: {type(encoder).__name__} is frozen or quantised already, its weights are "
+            "gone; load the model again"
+        )
+    spec = layer.spec(0)
+    if not all(bool(linear.weight.isfinite().all()) for linear in linears_of(spec)):
+        raise ValueError(
+            f"quantize: {type(encoder).__name__} has weights that are infinite or NaN, which no "
+            "scale holds; mend the checkpoint"
+        )
+
+
+def _quantized(weights: list[torch.Tensor], dtype: torch.dtype, *, mode: str) -> list[torch.Tensor]:
+    return quantize_layers(weights, mode)
