@@ -41,13 +41,6 @@ __device__ __forceinline__ void store_pack(T* at, const Pack<T>& pack) {
   store_16(at, &pack);
 }
 
-// How many columns of a chunk exist, in 32 bits: 64 for each element's bound cost a kernel that
-// holds four chunks registers that it has not.
-__device__ __forceinline__ int left_of_chunk(int64_t column, int64_t columns) {
-  const int64_t left = columns - column;
-  return left < kChunk ? static_cast<int>(left) : kChunk;
-}
-
 // Of a chunk whose first column is `column`, those of `columns` that exist; the others are 0. With
 // kWide rows are whole chunks on 16-byte boundaries.
 template <bool kWide, typename T>
@@ -66,7 +59,8 @@ __device__ __forceinline__ void load_chunk(const T* row, int64_t column, int64_t
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) v[i] = 0.0f;
   } else {
-    const int left = left_of_chunk(column, columns);
+    // In 32 bits: kernels that hold four chunks have no registers for a bound of 64.
+    const int left = static_cast<int>(columns) - static_cast<int>(column);
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) v[i] = i < left ? to_float(row[column + i]) : 0.0f;
   }
@@ -85,10 +79,9 @@ __device__ __forceinline__ void store_chunk(T* row, int64_t column, int64_t colu
       store_pack(row + column + i, pack);
     }
   } else {
-    const int left = left_of_chunk(column, columns);
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) {
-      if (i < left) row[column + i] = from_float<T>(v[i]);
+      if (column + i < columns) row[column + i] = from_float<T>(v[i]);
     }
   }
 }
