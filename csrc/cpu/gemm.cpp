@@ -22,10 +22,8 @@ void multiply_bf16(const void*, const void*, int64_t, float*, int64_t, bool);
 namespace amx {
 void configure_tiles();
 void release_tiles();
-void multiply_bf16(const void*, const void*, int64_t, float*, int64_t, bool);
-void multiply_int8(const void*, const void*, int64_t, float*, int64_t, bool);
-void multiply_split2(const void*, const void*, int64_t, float*, int64_t, bool);
-void multiply_split3(const void*, const void*, int64_t, float*, int64_t, bool);
+// The product of blocks of which all 32 rows are wanted, or the upper 16.
+Multiply multiply_of(Arithmetic, bool tall);
 }  // namespace amx
 #endif
 
@@ -102,7 +100,7 @@ int64_t size_of_blocks(Arithmetic a, int64_t depth, int64_t columns) {
 // not its own arithmetic its blocks are expanded first, each to kExpanded of the left one's depth.
 struct Products {
   Arithmetic left;
-  Multiply multiply;
+  Multiply whole, upper;  // of blocks with 32 rows, and with 16 or fewer
   bool expands;
 };
 
@@ -111,7 +109,7 @@ constexpr int64_t kExpanded = kInt8Depth / kBlock;
 Products products_with(Arithmetic right) {
   const bool expands = right == Arithmetic::kInt8Weights;
   const Arithmetic left = expands ? arithmetic_for(at::kBFloat16) : right;
-  return {left, multiply_for(left), expands};
+  return {left, multiply_for(left), multiply_for(left, 1), expands};
 }
 
 // A left operand's rows while all columns pass.
@@ -119,27 +117,27 @@ struct LeftRows {
   const Source& source;
   bool transposed;
   Arithmetic arithmetic;
-  int64_t deep;  // blocks of k
-  char* blocks;  // [row / 32][k / 32], k / 64 in int8
-  Int8Row* measured;
+  int64_t deep;        // blocks of k
+  char* blocks;        // [row / 32][k / 32], k / 64 in int8
+  Int8Rows* measured;  // of each row block
 
   // Takes the row blocks [begin, end).
   void pack(int64_t begin, int64_t end) const {
     const int64_t depth = depth_of_block(arithmetic), bytes = bytes_per_block(arithmetic);
-    if (arithmetic == Arithmetic::kInt8) {
-      const int64_t last = std::min(source.rows, end * kBlock);
-      kernels().measure_int8_rows(source, begin * kBlock, last, measured);
-    }
     for (int64_t block = begin; block < end; ++block) {
+      Int8Rows* of_block = measured + (block - begin);
+      if (arithmetic == Arithmetic::kInt8) {
+        kernels().measure_int8_rows(source, block * kBlock, of_block);
+      }
       for (int64_t k = 0; k < deep; ++k) {
-        pack_block(block * kBlock, k * depth, measured + (block - begin) * kBlock,
+        pack_block(block * kBlock, k * depth, of_block,
                    blocks + ((block - begin) * deep + k) * bytes);
       }
     }
   }
 
  private:
-  void pack_block(int64_t row, int64_t k, const Int8Row* of_block, char* to) const {
+  void pack_block(int64_t row, int64_t k, Int8Rows* of_block, char* to) const {
     if (arithmetic == Arithmetic::kInt8) {
       kernels().pack_int8_rows(source, row, k, of_block, to);
     } else if (transposed) {
@@ -162,11 +160,15 @@ Cut cut(int64_t rows, int64_t columns, int64_t depth, Arithmetic a) {
   const int64_t bytes = depth_blocks(a, depth) * bytes_per_block(a);
   const int64_t most =
       std::clamp<int64_t>(kLeftBytes / std::max<int64_t>(1, bytes), 1, kMostRowBlocks);
-  const int64_t rounds = ceil_div(row_blocks, most * threads);
+  // Every task reads its columns of the right operand from end to end, so rows are shared by
+  // threads only where one cannot hold them anyway.
+  const int64_t least_tasks = ceil_div(row_blocks, most);
+  const int64_t row_tasks =
+      least_tasks < threads ? least_tasks : ceil_div(least_tasks, threads) * threads;
   Cut c;
-  c.row_blocks = std::max<int64_t>(1, std::min(most, ceil_div(row_blocks, rounds * threads)));
+  c.row_blocks = ceil_div(row_blocks, row_tasks);
   c.row_tasks = ceil_div(row_blocks, c.row_blocks);
-  // Few rows: the columns are shared too.
+  // Fewer rows than that: the columns are shared.
   const int64_t wanted = c.row_tasks % threads == 0 ? 1 : ceil_div(4 * threads, c.row_tasks);
   c.column_blocks = ceil_div(column_blocks, std::min(wanted, column_blocks));
   c.column_tasks = ceil_div(column_blocks, c.column_blocks);
@@ -185,13 +187,15 @@ int64_t blocks_per_piece(const Products& p) {
   return takes_up_sums(p) ? 96 : p.left == Arithmetic::kFloat ? 8 : 12;
 }
 
-// The next piece of a product, of `count` blocks; the first starts the sums.
+// The next piece of a product, of `count` blocks; the first starts the sums of a block's `rows`.
 void multiply_piece(const Products& p, const char* left, const char* right, int64_t count,
-                    bool first, float* sums) {
-  if (first || takes_up_sums(p)) return p.multiply(left, right, count, sums, kBlock, !first);
+                    bool first, int64_t rows, float* sums) {
+  const bool upper = rows <= kBlock / 2;
+  const Multiply product = upper ? p.upper : p.whole;
+  if (first || takes_up_sums(p)) return product(left, right, count, sums, kBlock, !first);
   alignas(64) float piece[kBlock * kBlock];
-  p.multiply(left, right, count, piece, kBlock, false);
-  kernels().add_to(piece, sums, kBlock * kBlock);
+  product(left, right, count, piece, kBlock, false);
+  kernels().add_to(piece, sums, (upper ? kBlock / 2 : kBlock) * kBlock);
 }
 
 // `count` blocks of a panel from block k of the left operand's on, as they are multiplied.
@@ -223,24 +227,13 @@ Arithmetic ordinary_arithmetic(const std::vector<Source>& sources, Arithmetic wa
   return wanted;
 }
 
-Multiply multiply_for(Arithmetic arithmetic) {
+Multiply multiply_for(Arithmetic arithmetic, int64_t rows) {
+  if (arithmetic == Arithmetic::kFloat) return kernels().multiply_float;
 #if defined(FASTBERT_X86)
-  const bool tiles = current_isa() >= Isa::kAmx;
-  switch (arithmetic) {
-    case Arithmetic::kFloat:
-      break;
-    case Arithmetic::kBFloat16:
-      return tiles ? amx::multiply_bf16 : avx512_bf16::multiply_bf16;
-    case Arithmetic::kSplit2:
-      return amx::multiply_split2;
-    case Arithmetic::kSplit3:
-      return amx::multiply_split3;
-    case Arithmetic::kInt8:
-    case Arithmetic::kInt8Weights:
-      if (tiles) return amx::multiply_int8;
-  }
+  if (current_isa() >= Isa::kAmx) return amx::multiply_of(arithmetic, rows > kBlock / 2);
+  if (arithmetic == Arithmetic::kBFloat16) return avx512_bf16::multiply_bf16;
 #endif
-  return is_int8(arithmetic) ? kernels().multiply_int8 : kernels().multiply_float;
+  return kernels().multiply_int8;
 }
 
 Tiles::Tiles(Arithmetic arithmetic) : configured_(false) {
@@ -315,8 +308,11 @@ void PackedRight::measure(float* units) const {
 void PackedRight::pack_block(int64_t k, int64_t column, char* block) const {
   int64_t row = transposed_ ? column : k;
   const Source& s = source_at(sources_, row);
-  if (is_int8(arithmetic_)) {
+  if (arithmetic_ == Arithmetic::kInt8) {
     return kernels().pack_int8_columns(s, row, k, units(column), block);
+  }
+  if (arithmetic_ == Arithmetic::kInt8Weights) {
+    return kernels().pack_int8_block(s, row, k, block);
   }
   kernels().pack_block(s, arithmetic_, transposed_ ? Layout::kBTransposed : Layout::kB, row,
                        transposed_ ? k : column, block);
@@ -400,6 +396,8 @@ struct Task {
   }
 
  private:
+  int64_t height(int64_t block) const { return std::min(kBlock, rows - block * kBlock); }
+
   void multiply_panel(const char* panel, float (*sums)[kBlock * kBlock]) const {
     const int64_t deep = packed.deep, piece = blocks_per_piece(products);
     const int64_t bytes = bytes_per_block(products.left);
@@ -408,16 +406,16 @@ struct Task {
       const char* right_blocks = right_piece(products, panel, k, count, expanded);
       for (int64_t block = 0; block < last - first; ++block) {
         multiply_piece(products, packed.blocks + (block * deep + k) * bytes, right_blocks, count,
-                       k == 0, sums[block]);
+                       k == 0, height(first + block), sums[block]);
       }
     }
   }
 
   void finish_block(int64_t block, int64_t column, float* c) const {
-    const int64_t row = block * kBlock, height = std::min(kBlock, rows - row);
+    const int64_t row = block * kBlock, height = this->height(block);
     const int64_t width = std::min(kBlock, right.columns() - column);
     if (products.left == Arithmetic::kInt8) {
-      kernels().finish_int8(c, packed.measured + (block - first) * kBlock, right.panel(column),
+      kernels().finish_int8(c, height, packed.measured + (block - first), right.panel(column),
                             right.units(column));
     }
     for (int64_t r = 0; ordinary != nullptr && r < height; ++r) {
@@ -448,16 +446,20 @@ void multiply(const Source& left, bool transposed, const PackedRight& right, con
     const Workspace packed(c.row_blocks * deep * bytes);
     const Workspace expanded(p.expands ? blocks_per_piece(p) * bytes : 0);
     uint8_t ordinary[kMostRowBlocks * kBlock];
-    Int8Row measured[kMostRowBlocks * kBlock] = {};
+    Int8Rows measured[kMostRowBlocks];
     const LeftRows rows_of_task{left, transposed, p.left, deep, packed.as<char>(), measured};
+    int64_t held = -1;  // the first of the row blocks that are packed
     for (int64_t task = begin; task < end; ++task) {
       const int64_t first = task / c.column_tasks * c.row_blocks;
       const int64_t last = std::min(first + c.row_blocks, blocks_of(rows));
       const int64_t first_panel = task % c.column_tasks * c.column_blocks;
       const int64_t last_panel = std::min(first_panel + c.column_blocks, blocks_of(columns));
-      rows_of_task.pack(first, last);
       const int64_t first_row = first * kBlock, last_row = std::min(rows, last * kBlock);
-      if (may_be_plain) kernels().ordinary_rows(left, first_row, last_row, ordinary);
+      if (first != held) {
+        rows_of_task.pack(first, last);
+        if (may_be_plain) kernels().ordinary_rows(left, first_row, last_row, ordinary);
+        held = first;
+      }
       const Task work{left,
                       right,
                       finish,

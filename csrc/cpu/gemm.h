@@ -22,7 +22,8 @@ Arithmetic arithmetic_for(at::ScalarType dtype);
 // The same, or fp32 where the splits cannot hold a value of the sources.
 Arithmetic ordinary_arithmetic(const std::vector<Source>& sources, Arithmetic wanted);
 
-Multiply multiply_for(Arithmetic arithmetic);
+// Products of blocks of which so many rows are wanted.
+Multiply multiply_for(Arithmetic arithmetic, int64_t rows = kBlock);
 
 // Gives this thread the tile registers for as long as it lives, where they are needed.
 class Tiles {

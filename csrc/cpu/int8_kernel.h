@@ -3,106 +3,123 @@
 
 constexpr float kMostInt8 = 127.0f;
 
-// A row's next `n` elements (at most 64) in whole numbers of a unit whose reciprocal is given,
-// zeros behind them and in the place of magnitudes above `most`.
-template <typename T>
-FASTBERT_INLINE void quantize_row(const T* x, int64_t n, float per_unit, float most, int8_t* out) {
-  alignas(64) float whole[kInt8Depth] = {};
-  const Vec zero = broadcast(0.0f), limit = broadcast(kMostInt8);
-  for_each_vec(n, [&](int64_t i, auto part) {
-    const Vec v = part.load(x + i), rounded = round_to_int(v * broadcast(per_unit));
-    const Vec bounded = min(limit, max(zero - limit, rounded));
-    part.store(whole + i, select(less(broadcast(most), abs(v)), zero, bounded));
-  });
-  for (int64_t i = 0; i < kInt8Depth; ++i) {
-    out[i] = static_cast<int8_t>(static_cast<int32_t>(whole[i]));
-  }
-}
-
 // 1 / unit, 0 where that is not finite: all numbers are 0 then.
 FASTBERT_INLINE float per_unit(float unit) { return unit > 0x1p-100f ? 1.0f / unit : 0.0f; }
 
 // --- left operands ---
 
-// The three largest magnitudes of each lane.
+// An element's magnitude as its bits without the sign, which are in order.
+template <typename T>
+struct Magnitude {
+  using Bits = uint16_t;
+  static constexpr Bits kMask = 0x7FFF, kInfinity = is_bfloat16<T> ? 0x7F80 : 0x7C00;
+};
+template <>
+struct Magnitude<float> {
+  using Bits = uint32_t;
+  static constexpr Bits kMask = 0x7FFFFFFF, kInfinity = 0x7F800000;
+};
+
+// Moves v into the three largest so far, in order; of vectors in each lane.
+template <typename Bits>
+FASTBERT_INLINE void take(Bits v, Bits& first, Bits& second, Bits& third) {
+  const Bits after_first = first < v ? first : v;
+  first = first < v ? v : first;
+  const Bits after_second = second < after_first ? second : after_first;
+  second = second < after_first ? after_first : second;
+  third = third < after_second ? after_second : third;
+}
+
+template <typename Bits>
 struct LargestThree {
-  Vec first, second, third;
-
-  FASTBERT_INLINE void take(Vec v) {
-    const Vec after_first = min(first, v);
-    first = max(first, v);
-    const Vec after_second = min(second, after_first);
-    second = max(second, after_first);
-    third = max(third, after_second);
-  }
-
-  // The third largest of all lanes.
-  FASTBERT_INLINE float third_of_all() const {
-    float values[3 * Vec::kLanes], most[3] = {};
-    store(values, first);
-    store(values + Vec::kLanes, second);
-    store(values + 2 * Vec::kLanes, third);
-    for (float v : values) {
-      for (float& m : most) {
-        const float larger_one = v > m ? v : m;
-        v = v > m ? m : v;
-        m = larger_one;
-      }
-    }
-    return most[2];
-  }
+  Bits first, second, third;
 };
 
 template <typename T>
-FASTBERT_INLINE void find_outliers(const T* x, int64_t n, Int8Row& row) {
-  int found = 0;
-  for_each_vec(n, [&](int64_t i, auto part) {
-    const Vec v = part.load(x + i);
-    if (!any(less(broadcast(row.peak), abs(v)))) return;
-    float lanes[Vec::kLanes];
-    store(lanes, v);
-    for (int lane = 0; lane < Vec::kLanes; ++lane) {
-      if (!(__builtin_fabsf(lanes[lane]) > row.peak)) continue;
-      row.outliers[found++] = {static_cast<int32_t>(i + lane), lanes[lane]};
+FASTBERT_INLINE LargestThree<typename Magnitude<T>::Bits> largest_three(const T* x, int64_t n) {
+  using Bits = typename Magnitude<T>::Bits;
+  constexpr int kLanes = 64 / sizeof(Bits);
+  typedef Bits Lanes __attribute__((vector_size(64)));
+  Lanes first = {}, second = {}, third = {};
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Lanes v = {};
+    __builtin_memcpy(&v, x + i, i + kLanes <= n ? sizeof(v) : (n - i) * sizeof(T));
+    v &= Magnitude<T>::kMask;
+    take(v, first, second, third);
+  }
+  LargestThree<Bits> all = {};
+  Lanes ranks[3] = {first, second, third};
+  for (const Lanes& lanes : ranks) {
+    for (int i = 0; i < kLanes; ++i) {
+      if (lanes[i] > all.third) take<Bits>(lanes[i], all.first, all.second, all.third);
     }
-  });
+  }
+  return all;
 }
 
-// What rows [begin, end) are quantised by; a peak of NaN where an element is no number.
-void measure_int8_rows(const Source& s, int64_t begin, int64_t end, Int8Row* rows) {
+// The third largest magnitude of a row; NaN where one is infinite or NaN.
+template <typename T>
+FASTBERT_INLINE float third_magnitude(const T* x, int64_t n) {
+  const auto all = largest_three(x, n);
+  if (all.first >= Magnitude<T>::kInfinity) return __builtin_nanf("");
+  T third;
+  __builtin_memcpy(&third, &all.third, sizeof(third));
+  float lanes[Vec::kLanes];
+  store(lanes, load(&third, 1));
+  return lanes[0];
+}
+
+// What the rows of a block from `row` on are quantised by.
+void measure_int8_rows(const Source& s, int64_t row, Int8Rows* measured) {
+  *measured = {};
   with_dtype(s.dtype, [&](auto zero) {
-    for (int64_t i = begin; i < end; ++i) {
-      const auto* x = static_cast<const decltype(zero)*>(s.data) + i * s.ld;
-      const Vec nothing = broadcast(0.0f);
-      LargestThree largest_of_lanes{nothing, nothing, nothing};
-      Vec poison = nothing;
-      for_each_vec(s.columns, [&](int64_t at, auto part) {
-        const Vec v = part.load(x + at);
-        largest_of_lanes.take(abs(v));
-        // Stays 0 but for infinities and NaN, which `max` may pass over.
-        poison = poison + (v - v);
-      });
-      Int8Row& row = rows[i - begin];
-      row = {};
-      row.peak = largest_of_lanes.third_of_all() + sum(poison);
-      if (row.peak == row.peak) find_outliers(x, s.columns, row);
+    for (int64_t r = 0; r < smaller(kBlock, s.rows - row); ++r) {
+      const auto* x = static_cast<const decltype(zero)*>(s.data) + (row + r) * s.ld;
+      measured->rows[r].peak = third_magnitude(x, s.columns);
     }
   });
 }
 
-// The block at (row, column) of a source, whose rows and columns beyond the source are 0.
-void pack_int8_rows(const Source& s, int64_t row, int64_t column, const Int8Row* measured,
-                    void* out) {
+// Notes the elements of 64 that are above the row's peak; `first` is the column of the first.
+template <typename T>
+FASTBERT_INLINE void find_outliers(const T* x, int64_t n, int64_t first, Int8Row& row,
+                                   Int8Rows* measured) {
+  float values[kInt8Depth];
+  for_each_vec(n, [&](int64_t i, auto part) { part.store(values + i, part.load(x + i)); });
+  for (int64_t i = 0; i < n; ++i) {
+    if (!(__builtin_fabsf(values[i]) > row.peak)) continue;
+    const auto k = static_cast<int32_t>(first + i);
+    int32_t place = 0;
+    while (place < measured->count && measured->columns[place] != k) ++place;
+    measured->columns[place] = k;
+    measured->count = static_cast<int32_t>(larger(measured->count, place + 1));
+    row.outliers[row.count++] = {place, values[i]};
+  }
+}
+
+// The block at (row, column) of a source, whose rows and columns beyond the source are 0. The
+// blocks of its rows come one after the other.
+void pack_int8_rows(const Source& s, int64_t row, int64_t column, Int8Rows* measured, void* out) {
   const int64_t rows = smaller(kBlock, s.rows - row);
   const int64_t columns = larger(0, smaller(kInt8Depth, s.columns - column));
   auto* to = static_cast<int8_t*>(out);
-  __builtin_memset(to, 0, kBlock * kInt8Depth);
-  with_dtype(s.dtype, [&](auto zero) {
-    const auto* x = static_cast<const decltype(zero)*>(s.data) + row * s.ld + column;
-    for (int64_t r = 0; r < rows; ++r) {
-      const float peak = measured[r].peak;
-      if (peak != peak) continue;
-      quantize_row(x + r * s.ld, columns, per_unit(peak / kMostInt8), peak, to + r * kInt8Depth);
+  if (rows < kBlock || columns < kInt8Depth) __builtin_memset(to, 0, kBlock * kInt8Depth);
+  with_dtype(s.dtype, [&](auto zero_of_dtype) {
+    const auto* x = static_cast<const decltype(zero_of_dtype)*>(s.data) + row * s.ld + column;
+    const Vec zero = broadcast(0.0f);
+    for (int64_t r = 0; r < rows; ++r, x += s.ld, to += kInt8Depth) {
+      Int8Row& of_row = measured->rows[r];
+      const bool is_number = of_row.peak == of_row.peak;
+      const Vec factor = broadcast(is_number ? per_unit(of_row.peak / kMostInt8) : 0.0f);
+      const Vec most = broadcast(of_row.peak);
+      bool has_outliers = false;
+      for_each_vec(columns, [&](int64_t i, auto part) {
+        const Vec v = part.load(x + i);
+        const Mask beyond = less(most, abs(v));
+        has_outliers |= any(beyond);
+        part.store_int8(to + i, is_number ? select(beyond, zero, v * factor) : zero);
+      });
+      if (has_outliers) find_outliers(x, columns, column, of_row, measured);
     }
   });
 }
@@ -153,60 +170,76 @@ FASTBERT_INLINE void columns_of_quads(const int8_t (*rows)[kInt8Depth], void* ou
   }
 }
 
-// The block whose columns are rows of a source, from (row, column) on. By the units of those rows,
-// or where there are none by units of the block's own, which follow its numbers.
+// Numbers of 32 columns, 64 of each, by the units of the columns.
+template <typename T>
+FASTBERT_INLINE void quantize_columns(const T* x, int64_t ld, int64_t rows, int64_t columns,
+                                      const float* units, int8_t (*block)[kInt8Depth]) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const Vec factor = broadcast(per_unit(units[r]));
+    for_each_vec(columns, [&](int64_t i, auto part) {
+      part.store_int8(block[r] + i, part.load(x + r * ld + i) * factor);
+    });
+  }
+}
+
+// The block whose columns are rows of a source, from (row, column) on, by the units of those rows.
 void pack_int8_columns(const Source& s, int64_t row, int64_t column, const float* units,
                        void* out) {
   const int64_t rows = smaller(kBlock, s.rows - row);
   const int64_t columns = smaller(kInt8Depth, s.columns - column);
   alignas(64) int8_t block[kBlock][kInt8Depth] = {};
-  uint16_t own_units[kBlock] = {};
   with_dtype(s.dtype, [&](auto zero) {
     const auto* x = static_cast<const decltype(zero)*>(s.data) + row * s.ld + column;
-    for (int64_t r = 0; r < rows; ++r, x += s.ld) {
-      if (units == nullptr) own_units[r] = bf16_unit(largest_magnitude(x, columns));
-      const float unit = units == nullptr ? float_of_bf16(own_units[r]) : units[r];
-      quantize_row(x, columns, per_unit(unit), __builtin_inff(), block[r]);
-    }
+    quantize_columns(x, s.ld, rows, columns, units, block);
   });
   columns_of_quads(block, out);
-  if (units != nullptr) return;
-  __builtin_memcpy(static_cast<char*>(out) + sizeof(block), own_units, sizeof(own_units));
+}
+
+// The same by units of the block's own, which follow its numbers: [k][column].
+void pack_int8_block(const Source& s, int64_t row, int64_t column, void* out) {
+  const int64_t rows = smaller(kBlock, s.rows - row);
+  const int64_t columns = smaller(kInt8Depth, s.columns - column);
+  alignas(64) int8_t block[kBlock][kInt8Depth] = {};
+  uint16_t halves[kBlock] = {};
+  with_dtype(s.dtype, [&](auto zero) {
+    const auto* x = static_cast<const decltype(zero)*>(s.data) + row * s.ld + column;
+    float units[kBlock];
+    for (int64_t r = 0; r < rows; ++r) {
+      halves[r] = bf16_unit(largest_magnitude(x + r * s.ld, columns));
+      units[r] = float_of_bf16(halves[r]);
+    }
+    quantize_columns(x, s.ld, rows, columns, units, block);
+  });
+  auto* to = static_cast<int8_t*>(out);
+  for (int64_t k = 0; k < kInt8Depth; ++k) {
+    for (int64_t r = 0; r < kBlock; ++r) to[k * kBlock + r] = block[r][k];
+  }
+  __builtin_memcpy(to + sizeof(block), halves, sizeof(halves));
 }
 
 // A right block with units of its own as two in fp32 or bf16, each of half its depth.
 void expand_int8(const void* block, Arithmetic arithmetic, void* out) {
-  const auto* in = static_cast<const char*>(block);
-  alignas(64) float units[kBlock];
-  uint16_t halves[kBlock];
-  __builtin_memcpy(halves, in + kBlock * kInt8Depth, sizeof(halves));
-  for (int64_t i = 0; i < kBlock; ++i) units[i] = float_of_bf16(halves[i]);
-  for (int64_t half = 0; half < 2; ++half) {
-    for (int64_t quad = 0; quad < kInt8Depth / 4; ++quad) {
-      uint32_t words[16];
-      __builtin_memcpy(words, in + (half * (kInt8Depth / 4) + quad) * 64, sizeof(words));
-      for (int64_t pair = 0; pair < 2; ++pair) {
-        uint32_t values[2][16];
-        for (int64_t which = 0; which < 2; ++which) {
-          const int shift = static_cast<int>(24 - 8 * (2 * pair + which));
-          for (int64_t i = 0; i < 16; ++i) {
-            const int32_t whole = static_cast<int32_t>(words[i] << shift) >> 24;
-            const float value = static_cast<float>(whole) * units[half * 16 + i];
-            __builtin_memcpy(&values[which][i], &value, sizeof(value));
-          }
-        }
-        const int64_t k = 2 * quad + pair;  // of pairs of the block's depth
-        if (arithmetic == Arithmetic::kBFloat16) {
-          uint32_t* to = static_cast<uint32_t*>(out) + k / 16 * 512 + half * 256 + k % 16 * 16;
-          for (int64_t i = 0; i < 16; ++i) {
-            to[i] = ((values[0][i] + 0x8000u) >> 16) | ((values[1][i] + 0x8000u) & 0xFFFF0000u);
-          }
-        } else {
-          auto* to = static_cast<uint32_t*>(out) + 2 * k * kBlock + half * 16;
-          __builtin_memcpy(to, values[0], sizeof(values[0]));
-          __builtin_memcpy(to + kBlock, values[1], sizeof(values[1]));
-        }
+  const auto* in = static_cast<const int8_t*>(block);
+  const auto* halves = reinterpret_cast<const bfloat16*>(in + kBlock * kInt8Depth);
+#if defined(FASTBERT_AVX512_BF16)
+  if (arithmetic == Arithmetic::kBFloat16) {
+    auto* to = static_cast<bfloat16*>(out);
+    for (int half = 0; half < 2; ++half) {
+      const Vec units = load(halves + 16 * half);
+      for (int k = 0; k < kInt8Depth; k += 2) {
+        const Vec first = load_int8(in + k * kBlock + 16 * half) * units;
+        const Vec second = load_int8(in + (k + 1) * kBlock + 16 * half) * units;
+        store_pairs(to + k / kBlock * 1024 + half * 512 + k % kBlock * 16, first, second);
       }
+    }
+    return;
+  }
+#endif
+  auto* to = static_cast<float*>(out);
+  for (int64_t i = 0; i < kBlock; i += Vec::kLanes) {
+    const Vec units = load(halves + i);
+    for (int64_t at = i; at < kBlock * kInt8Depth; at += kBlock) {
+      store(to + at, load_int8(in + at) * units);
     }
   }
 }
@@ -364,29 +397,27 @@ FASTBERT_INLINE void read_column(const char* panel, int64_t k, const float* unit
   }
 }
 
-// A block's sums of whole numbers c (32 x 32) in fp32, in place, with the products of its rows'
-// outliers. Whichever rows are together, each gets the same terms in the same order.
-void finish_int8(float* c, const Int8Row* rows, const void* panel, const float* units) {
+// The first rows of a block's sums of whole numbers c (32 x 32) in fp32, in place, with the
+// products of its rows' outliers. Whichever rows are together, each gets the same terms in the same
+// order.
+void finish_int8(float* c, int64_t rows, const Int8Rows* measured, const void* panel,
+                 const float* units) {
+  // A row without outliers reads the first column, times 0.
   alignas(64) float columns[kBlock * Int8Row::kOutliers][kBlock];
-  int32_t known[kBlock * Int8Row::kOutliers];
-  int count = 0;
-  const auto place_of = [&](int32_t k) {
-    for (int i = 0; i < count; ++i) {
-      if (known[i] == k) return i;
-    }
-    read_column(static_cast<const char*>(panel), k, units, columns[count]);
-    known[count] = k;
-    return count++;
-  };
-  for (int64_t r = 0; r < kBlock; ++r, c += kBlock) {
-    int32_t whole[kBlock];
-    __builtin_memcpy(whole, c, sizeof(whole));
-    const float unit = rows[r].peak / kMostInt8;
-    for (int64_t i = 0; i < kBlock; ++i) c[i] = static_cast<float>(whole[i]) * (unit * units[i]);
-    for (const Int8Row::Outlier& outlier : rows[r].outliers) {
-      if (outlier.value == 0.0f) continue;
-      const float* weights = columns[place_of(outlier.k)];
-      for (int64_t i = 0; i < kBlock; ++i) c[i] += outlier.value * weights[i];
+  __builtin_memset(columns[0], 0, sizeof(columns[0]));
+  for (int32_t i = 0; i < measured->count; ++i) {
+    read_column(static_cast<const char*>(panel), measured->columns[i], units, columns[i]);
+  }
+  for (int64_t r = 0; r < rows; ++r, c += kBlock) {
+    const Int8Row& row = measured->rows[r];
+    const auto [first, second] = row.outliers;
+    const Vec unit = broadcast(row.peak / kMostInt8);
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < kBlock; i += Vec::kLanes) {
+      // Products and sums are rounded apart: some instruction sets have no other way.
+      Vec v = load_whole(c + i) * (unit * load(units + i));
+      v = v + broadcast(first.value) * load(columns[first.place] + i);
+      store(c + i, v + broadcast(second.value) * load(columns[second.place] + i));
     }
   }
 }

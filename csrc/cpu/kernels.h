@@ -140,8 +140,8 @@ struct EmbedLayerNormGrad {
 // and so on, whose products of falling weight add up to an fp32 product.
 // In int8 a block is twice as deep: a left one is row-major, a right one holds
 // [half][k / 4][column % 16][k % 4]. Its numbers are whole ones of a unit that each row of the left
-// operand and each column of the right one has for itself; where the right operand alone is in int8
-// each column of a block has, in bf16 behind the block's numbers.
+// operand and each column of the right one has for itself. Where the right operand alone is in int8
+// a block is [k][column], and each column of it has a unit, in bf16 behind the numbers.
 
 constexpr int64_t kBlock = 32, kInt8Depth = 64;
 
@@ -186,11 +186,17 @@ struct Source {
 struct Int8Row {
   static constexpr int kOutliers = 2;
   struct Outlier {
-    int32_t k;
-    float value;  // 0 where there is none
+    int32_t place;  // of its column among the block's
+    float value;
   };
   float peak;
+  int32_t count;
   Outlier outliers[kOutliers];
+};
+
+struct Int8Rows {
+  Int8Row rows[kBlock];
+  int32_t count, columns[kBlock * Int8Row::kOutliers];  // those of outliers, each once
 };
 
 // What becomes of a product: out = c + bias, or its GELU (the sum kept in preact where not null),
@@ -347,20 +353,21 @@ struct Kernels {
   float (*dot)(const float* a, const float* b, int64_t step, int64_t n, float start);
   void (*add_rows)(const Source&, int64_t begin, int64_t end, float* sums);
 
-  void (*measure_int8_rows)(const Source&, int64_t begin, int64_t end, Int8Row* rows);
-  // The left block at (row, column).
-  void (*pack_int8_rows)(const Source&, int64_t row, int64_t column, const Int8Row* rows,
-                         void* out);
+  void (*measure_int8_rows)(const Source&, int64_t row, Int8Rows* measured);
+  // The left block at (row, column), one after the other of a row; notes the outliers.
+  void (*pack_int8_rows)(const Source&, int64_t row, int64_t column, Int8Rows* measured, void* out);
   // The units of rows [begin, end), which become columns of a right operand.
   void (*int8_units)(const Source&, int64_t begin, int64_t end, float* units);
-  // The right block of rows from (row, column) on; without units of theirs it gets its own.
+  // The right block of rows from (row, column) on, by those units or by units of its own.
   void (*pack_int8_columns)(const Source&, int64_t row, int64_t column, const float* units,
                             void* out);
-  // A right block with units of its own as two in fp32 or bf16.
+  void (*pack_int8_block)(const Source&, int64_t row, int64_t column, void* out);
+  // Such a block as two in fp32 or bf16.
   void (*expand_int8)(const void* block, Arithmetic, void* out);
   Multiply multiply_int8;
-  // From whole numbers to fp32: a block's rows times a panel, whose columns' units are given.
-  void (*finish_int8)(float* c, const Int8Row* rows, const void* panel, const float* units);
+  // From whole numbers to fp32: a block's first rows times a panel, whose columns' units are given.
+  void (*finish_int8)(float* c, int64_t rows, const Int8Rows* measured, const void* panel,
+                      const float* units);
 
   // Logits (rows, ld) of columns [column, column + columns); rows count from the tensors' first.
   void (*sum_logits)(const CrossEntropy&, int64_t row, int64_t rows, int64_t column,

@@ -11,6 +11,7 @@ struct WholeVec {
   FASTBERT_INLINE void store(T* p, Vec x) const {
     ISA::store(p, x);
   }
+  FASTBERT_INLINE void store_int8(int8_t* p, Vec x) const { ISA::store_int8(p, x); }
   FASTBERT_INLINE Vec only(Vec x) const { return x; }
 };
 
@@ -24,6 +25,7 @@ struct PartOfVec {
   FASTBERT_INLINE void store(T* p, Vec x) const {
     ISA::store(p, x, count);
   }
+  FASTBERT_INLINE void store_int8(int8_t* p, Vec x) const { ISA::store_int8(p, x, count); }
   FASTBERT_INLINE Vec only(Vec x) const { return first_lanes(x, count); }
 };
 

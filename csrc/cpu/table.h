@@ -103,6 +103,7 @@ const Kernels kTable = {
     pack_int8_rows,
     int8_units,
     pack_int8_columns,
+    pack_int8_block,
     expand_int8,
     multiply_int8,
     finish_int8,

@@ -62,6 +62,25 @@ FASTBERT_INLINE void store(bfloat16* p, Vec x, int n) { store_halves(p, to_bf16(
 FASTBERT_INLINE void store(float16* p, Vec x) { store_halves(p, to_fp16(x)); }
 FASTBERT_INLINE void store(float16* p, Vec x, int n) { store_halves(p, to_fp16(x), n); }
 
+// Whole numbers of 32 bits, and of 8.
+FASTBERT_INLINE Vec load_whole(const void* p) {
+  return {_mm256_cvtepi32_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p)))};
+}
+FASTBERT_INLINE Vec load_int8(const int8_t* p) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes))};
+}
+// To the nearest, ties to even.
+FASTBERT_INLINE void store_int8(int8_t* p, Vec x, int n) {
+  const __m256i whole = _mm256_cvtps_epi32(x.v);
+  const __m128i words =
+      _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+  int8_t bytes[8];
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(bytes), _mm_packs_epi16(words, words));
+  __builtin_memcpy(p, bytes, n);
+}
+FASTBERT_INLINE void store_int8(int8_t* p, Vec x) { store_int8(p, x, Vec::kLanes); }
+
 FASTBERT_INLINE Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
 FASTBERT_INLINE Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
 FASTBERT_INLINE Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }

@@ -70,6 +70,23 @@ FASTBERT_INLINE void store(float16* p, Vec x, int n) {
   _mm256_mask_storeu_epi16(p, lanes_below(n), to_fp16(x));
 }
 
+// Whole numbers of 32 bits, and of 8.
+FASTBERT_INLINE Vec load_whole(const void* p) {
+  return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))};
+}
+FASTBERT_INLINE Vec load_int8(const int8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))};
+}
+// To the nearest, ties to even.
+FASTBERT_INLINE void store_int8(int8_t* p, Vec x) {
+  const __m128i bytes = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.v));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}
+FASTBERT_INLINE void store_int8(int8_t* p, Vec x, int n) {
+  _mm_mask_storeu_epi8(p, lanes_below(n), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.v)));
+}
+
 FASTBERT_INLINE Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
 FASTBERT_INLINE Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 FASTBERT_INLINE Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }

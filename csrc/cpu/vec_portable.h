@@ -46,6 +46,27 @@ FASTBERT_INLINE void store(T* p, Vec x) {
   store(p, x, Vec::kLanes);
 }
 
+// Whole numbers of 32 bits, and of 8.
+FASTBERT_INLINE Vec load_whole(const void* p) {
+  int32_t whole[Vec::kLanes];
+  float lanes[Vec::kLanes];
+  __builtin_memcpy(whole, p, sizeof(whole));
+  for (int i = 0; i < Vec::kLanes; ++i) lanes[i] = static_cast<float>(whole[i]);
+  return {Native::loadu(lanes)};
+}
+FASTBERT_INLINE Vec load_int8(const int8_t* p) {
+  float lanes[Vec::kLanes];
+  for (int i = 0; i < Vec::kLanes; ++i) lanes[i] = static_cast<float>(p[i]);
+  return {Native::loadu(lanes)};
+}
+// To the nearest, ties to even.
+FASTBERT_INLINE void store_int8(int8_t* p, Vec x, int n) {
+  float lanes[Vec::kLanes];
+  x.v.round().store(lanes);
+  for (int i = 0; i < n; ++i) p[i] = static_cast<int8_t>(lanes[i]);
+}
+FASTBERT_INLINE void store_int8(int8_t* p, Vec x) { store_int8(p, x, Vec::kLanes); }
+
 FASTBERT_INLINE Vec operator+(Vec a, Vec b) { return {a.v + b.v}; }
 FASTBERT_INLINE Vec operator-(Vec a, Vec b) { return {a.v - b.v}; }
 FASTBERT_INLINE Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }

@@ -3,6 +3,10 @@
 
 #include <ATen/Context.h>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -58,7 +62,20 @@ void give_back(Block block) {
 }
 
 // Beyond this an allocator gives memory back to the system at once, and its next use faults.
-constexpr int64_t kLarge = int64_t{1} << 22;
+constexpr int64_t kLarge = int64_t{1} << 21;
+
+constexpr size_t kHugePage = size_t{1} << 21;
+
+// New memory, in huge pages as far as it fills them and the system gives them where asked: packed
+// weights are read from end to end, and each small page would be looked for.
+void* allocate(size_t size) {
+  if (size < kHugePage) return std::aligned_alloc(64, size);
+  void* data = std::aligned_alloc(kHugePage, size);
+#if defined(MADV_HUGEPAGE)
+  if (data != nullptr) madvise(data, size / kHugePage * kHugePage, MADV_HUGEPAGE);
+#endif
+  return data;
+}
 
 }  // namespace
 
@@ -67,7 +84,7 @@ Workspace::Workspace(int64_t bytes) {
       (static_cast<size_t>(std::max<int64_t>(bytes, 1)) + kStep - 1) / kStep * kStep;
   Block block = take(size);
   if (block.data == nullptr) {
-    block = {std::aligned_alloc(64, size), size};
+    block = {allocate(size), size};
     if (block.data == nullptr) throw std::bad_alloc();
   }
   data_ = block.data;

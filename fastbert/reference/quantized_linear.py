@@ -46,7 +46,7 @@ def quantized_linear_reference(
         groups = weight.split(DEPTH, 1)
         weight = torch.cat([_multiples(w, _bf16_unit(w), torch.float32) for w in groups], 1)
         if rounds_to_bf16:
-            x, weight = x.bfloat16(), _to_bf16_half_up(weight)
+            x, weight = x.bfloat16(), weight.bfloat16()
         return x.to(sums) @ weight.to(sums).t() + bias.to(sums)
     weight = _multiples(weight, weight.abs().amax(1, keepdim=True) / MOST, sums)
     magnitudes = x.abs().sort(1, descending=True).values
@@ -68,7 +68,3 @@ def _bf16_unit(weight: torch.Tensor) -> torch.Tensor:
     bits = (weight.abs().amax(1, keepdim=True) / MOST).view(torch.int32)
     return ((bits + 0xFFFF) & -0x10000).view(torch.float32)
 
-
-def _to_bf16_half_up(values: torch.Tensor) -> torch.Tensor:
-    """To the nearest, halves away from 0."""
-    return ((values.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
