@@ -47,6 +47,7 @@ TABLE = {
 # Package of fastbert to the packages it may import at module level.
 ARROWS = {
     "fastbert": set(),
+    "fastbert.differences": set(),
     "fastbert.dispatch": set(),
     "fastbert.extension": set(),
     "fastbert.folders": set(),
@@ -111,14 +112,16 @@ ARROWS = {
         "fastbert",
         "fastbert.capture",
         "fastbert.data",
+        "fastbert.differences",
         "fastbert.folders",
         "fastbert.models",
-        "fastbert.optim",
         "fastbert.ops",
+        "fastbert.optim",
         "fastbert.padding",
         "fastbert.train",
     },
     "fastbert.tasks": {
+        "fastbert.differences",
         "fastbert.dispatch",
         "fastbert.embedder",
         "fastbert.folders",

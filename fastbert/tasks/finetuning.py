@@ -36,10 +36,12 @@ def finetune(
     training: TrainingSettings | None = None,
     split: str | None = None,
     evaluation_split: str | None = None,
+    overwrite: bool = False,
 ) -> Finetuned:
     """Fine-tunes a checkpoint and writes the best epoch's model, its task and a card.
 
-    A run that was killed goes on from its last epoch when it is called again.
+    A run that was killed goes on from its last epoch when it is called again; of one that was
+    finished the metrics are given again.
 
     Args:
         task: one of `fastbert.tasks.TASKS`.
@@ -47,13 +49,14 @@ def finetune(
         train, evaluation: rows, or where `read_rows` finds them; of a GLUE task also its folder or
             dataset, which brings both. Without evaluation a tenth of the training rows is held out
             by the seed, and the log says so.
-        output: folder to write; what `finetune` wrote there before is replaced.
+        output: folder to write.
         settings: the task's columns and lengths. training: the recipe.
         split, evaluation_split: where train and evaluation are names of datasets.
+        overwrite: replace another run that output holds, and train a finished one anew.
 
     Raises:
-        TaskError: rows, columns, labels or settings that do not fit, or output holds another run
-            that was stopped; before anything is trained.
+        TaskError: rows, columns, labels or settings that do not fit, or output holds another run;
+            before anything is trained.
         OSError: no such checkpoint.
     """
     check_folder("model", model)
@@ -74,6 +77,12 @@ def finetune(
     found = rows_of_run(train, evaluation, split, evaluation_split, training.seed, worker.read)
     rows, held_out = found.train, found.held_out
     worker = _checked(kind, settings, found)
+    checkpoints = Checkpoints(
+        output, model, worker.description(), training, rows, held_out, overwrite=overwrite
+    )
+    done = checkpoints.done_before()
+    if done is not None:
+        return done
 
     tokenizer = load_tokenizer(worker, model)
     transformers.set_seed(training.seed)
@@ -82,7 +91,6 @@ def finetune(
 
     features = worker.encode(rows, tokenizer, labelled=True).features
     judged = worker.encode(held_out, tokenizer, labelled=True).by_length()
-    checkpoints = Checkpoints(output, model, worker.description(), training, rows, held_out)
     trainer = _trainer(
         worker,
         network,
@@ -109,7 +117,7 @@ def finetune(
     answers = worker.answers(held_out, judged, predicted.predictions)
     pictures = draw(worker, held_out, answers, result)
     write_card(worker, result, training, model, len(rows), len(held_out), pictures)
-    checkpoints.remove()
+    checkpoints.finish()
     return result
 
 

@@ -55,29 +55,37 @@ class PairSettings:
             raise TaskError(f"max_length must be at least 8, got {self.max_length}")
 
 
-def checked_rows(
+def checked_run(
+    task: str,
+    model: str,
     sources: tuple,
     splits: tuple,
     output: str | Path,
     settings: PairSettings,
     training: TrainingSettings,
+    *,
+    overwrite: bool,
     **checks,
-) -> tuple[Path, RunRows]:
-    """The folder to write and the rows.
+) -> tuple[Checkpoints, RunRows]:
+    """The checkpoints of a run and its rows.
 
     Args:
+        task: the encoder's name. model: what it starts from.
         sources, splits: of training and evaluation.
-        output, settings, training: of the run.
+        output, settings, training, overwrite: of the run.
         checks: arguments of `check`.
 
     Raises:
-        TaskError: what does not fit, with its row.
+        TaskError: what does not fit, with its row; output holds another run.
     """
     folder = output_folder(output)
-    rows = rows_of_run(*sources, *splits, training.seed)
-    for name, some in rows.sources:
+    found = rows_of_run(*sources, *splits, training.seed)
+    for name, some in found.sources:
         check(some, settings, name, **checks)
-    return folder, rows
+    description = {"task": task, "settings": asdict(settings)}
+    rows = (found.train, found.held_out)
+    checkpoints = Checkpoints(folder, model, description, training, *rows, overwrite=overwrite)
+    return checkpoints, found
 
 
 def check(
@@ -194,8 +202,8 @@ def run(
     with (folder / "README.md").open("a", encoding="utf-8") as card:
         card.write("\n".join(["", *picture_lines(pictures)]))
     write_description({"task": task, "settings": asdict(settings)}, folder)
-    write_metrics(result, settings=asdict(settings), training=asdict(training))
-    checkpoints.remove()
+    write_metrics(result)
+    checkpoints.finish()
     return result
 
 

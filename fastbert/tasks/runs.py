@@ -12,6 +12,7 @@ from fastbert.tasks.tables import TaskError, read_rows
 logger = logging.getLogger("fastbert")
 
 METRICS = "metrics.json"
+RUN = "run.json"
 CHECKPOINTS = "checkpoints"
 HELD_OUT = 0.1
 
@@ -24,13 +25,14 @@ class Finetuned:
         metrics: of the best checkpoint, on the evaluation rows.
         history: one mapping an epoch: training loss and metrics.
         seconds: of training, evaluations included. samples_per_second: as Trainer counts them.
+            None in both: the run was finished before, and nothing was trained.
     """
 
     output: Path
     metrics: dict[str, float]
     history: list[dict]
-    seconds: float
-    samples_per_second: float
+    seconds: float | None
+    samples_per_second: float | None
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,12 @@ def output_folder(output: str | Path) -> Path:
     """
     output = Path(output)
     found = {path.name for path in output.iterdir()} if output.exists() else set()
-    # Checkpoints alone are those of a run that was stopped.
-    if METRICS not in found and found - {CHECKPOINTS}:
-        raise TaskError(f"{output} holds something else than a fine-tuned model; name a new folder")
+    # Of a run that was stopped before its first epoch was saved there is nothing else.
+    is_run = (output / RUN).is_file() or (output / CHECKPOINTS / RUN).is_file()
+    if not is_run and found - {CHECKPOINTS}:
+        raise TaskError(
+            f"{output} holds something else than a run of finetune (no {RUN}); name a new folder"
+        )
     return output
 
 
@@ -121,7 +126,13 @@ def epochs_of(log: list[dict]) -> list[dict]:
     return list(epochs.values())
 
 
-def write_metrics(result: Finetuned, **more) -> None:
-    """Writes metrics.json, by which `output_folder` knows a folder again."""
-    record = {"metrics": result.metrics, "history": result.history, **more}
+def write_metrics(result: Finetuned) -> None:
+    """Writes what `read_metrics` reads."""
+    record = {"metrics": result.metrics, "history": result.history}
     (result.output / METRICS).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def read_metrics(output: Path) -> Finetuned:
+    """What a finished run gave."""
+    record = json.loads((output / METRICS).read_text())
+    return Finetuned(output, record["metrics"], record["history"], None, None)

@@ -595,28 +595,3 @@ def _value(config: PretrainConfig, dotted: str):
     for name in dotted.split("."):
         value = getattr(value, name)
     return value
-
-
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Lines for the settings in which two runs differ, but for the free ones.
-
-    Args:
-        old, new: of `PretrainConfig.to_dict`.
-    """
-    before, after = _flat(old), _flat(new)
-    return [
-        f"{key}: {before.get(key)} there, {after.get(key)} now"
-        for key in sorted(before.keys() | after.keys())
-        if key.split(".")[0] not in FREE and before.get(key) != after.get(key)
-    ]
-
-
-def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(data, (list, tuple)) and data and isinstance(data[0], dict):
-        data = dict(enumerate(data))
-    if not isinstance(data, dict):
-        return {prefix: list(data) if isinstance(data, tuple) else data}
-    flat = {}
-    for key, value in data.items():
-        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat

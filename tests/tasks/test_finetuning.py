@@ -306,7 +306,7 @@ def test_refusals_come_before_training(checkpoint, reviews, tmp_path):
         run(rows=reviews[:1])
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("")
-    with pytest.raises(TaskError, match="holds something else than a fine-tuned model"):
+    with pytest.raises(TaskError, match="holds something else than a run of finetune"):
         run(output=tmp_path / "other")
     with pytest.raises(TaskError, match=r"has no fastbert_task\.json"):
         Predictor(checkpoint)
