@@ -46,11 +46,12 @@ TABLE = {
 
 # Package of fastbert to the packages it may import at module level.
 ARROWS = {
-    "fastbert": set(),
+    "fastbert": {"fastbert.lazy"},
     "fastbert.differences": set(),
     "fastbert.dispatch": set(),
     "fastbert.extension": set(),
     "fastbert.folders": set(),
+    "fastbert.lazy": set(),
     "fastbert.cache": {"fastbert.extension"},
     "fastbert.reference": {"fastbert.reference"},
     "fastbert.ops": {"fastbert.dispatch", "fastbert.reference", "fastbert.ops"},
@@ -114,6 +115,7 @@ ARROWS = {
         "fastbert.data",
         "fastbert.differences",
         "fastbert.folders",
+        "fastbert.lazy",
         "fastbert.models",
         "fastbert.ops",
         "fastbert.optim",
@@ -125,6 +127,7 @@ ARROWS = {
         "fastbert.dispatch",
         "fastbert.embedder",
         "fastbert.folders",
+        "fastbert.lazy",
         "fastbert.models",
         "fastbert.optim",
         "fastbert.padding",
@@ -133,7 +136,7 @@ ARROWS = {
     "fastbert.peers": {"fastbert.dispatch"},
     "fastbert.tune": {"fastbert.kernels", "fastbert.ops"},
     "fastbert.env": {"fastbert", "fastbert.dispatch", "fastbert.extension", "fastbert.peers"},
-    "fastbert.data": {"fastbert.data", "fastbert.folders", "fastbert.padding"},
+    "fastbert.data": {"fastbert.data", "fastbert.folders", "fastbert.lazy", "fastbert.padding"},
     "fastbert.cli": {"fastbert.cli"},
     "fastbert.__main__": {"fastbert.cli"},
 }

@@ -113,11 +113,12 @@ def predict(context: typer.Context) -> None:
 
 def _prepared(folder: str, rest: list[str], command: str, *more: tuple):
     """The arguments, and the command on the rows; the task's settings are the options' defaults."""
-    from fastbert.tasks import Predictor
     from fastbert.tasks.registry import read_task
 
     task = read_task(folder)
     given = parsed(command, rest, task.settings, *computing(32), *more)
+    from fastbert.tasks import Predictor
+
     rows = rows_of(given, partial(_read, task))
     predictor = Predictor(folder, accelerated=given.accelerated, **asdict(given.settings))
     return given, partial(getattr(predictor, command), rows, **forward_options(given))

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import transformers
 
 from fastbert.tasks.correlations import correlations, number_in
 from fastbert.tasks.tables import TaskError, check_columns, check_texts
@@ -14,6 +13,7 @@ from fastbert.tasks.task import (
     Task,
     TaskSettings,
     features_of,
+    padding_collator,
     softmax,
     tokenize,
 )
@@ -121,7 +121,7 @@ class Classification(Task):
         return [float(label in names) for label in self.labels]
 
     def collator(self, tokenizer):
-        return transformers.DataCollatorWithPadding(tokenizer)
+        return padding_collator(tokenizer)
 
     def model_options(self):
         return {

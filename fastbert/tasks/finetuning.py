@@ -9,7 +9,7 @@ from fastbert.folders import check_folder
 from fastbert.tasks.card import write_card
 from fastbert.tasks.models import load_model, load_tokenizer
 from fastbert.tasks.plots import draw
-from fastbert.tasks.recipe import TrainingSettings, callbacks_of, optimizer_of, trainer_arguments
+from fastbert.tasks.recipe import TrainingSettings
 from fastbert.tasks.registry import task_class, write_description
 from fastbert.tasks.resuming import Checkpoints
 from fastbert.tasks.runs import (
@@ -23,6 +23,7 @@ from fastbert.tasks.runs import (
 )
 from fastbert.tasks.tables import TaskError
 from fastbert.tasks.task import Task, TaskSettings, fitted
+from fastbert.tasks.trainers import callbacks_of, optimizer_of, trainer_arguments
 
 
 def finetune(

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import torch
-import transformers
 
 from fastbert.tasks.tables import TaskError, check_columns, check_texts
 from fastbert.tasks.task import (
@@ -17,6 +15,7 @@ from fastbert.tasks.task import (
     Task,
     TaskSettings,
     features_of,
+    padding_collator,
     softmax,
     tokenize,
 )
@@ -104,7 +103,7 @@ class MultipleChoice(Task):
 
     def collator(self, tokenizer):
         # transformers' own collator for this insists on labels.
-        return partial(_collated, transformers.DataCollatorWithPadding(tokenizer))
+        return partial(_collated, padding_collator(tokenizer))
 
     def answers(self, rows, encoded, logits):
         answers: list[dict] = [{} for _ in rows]
@@ -128,8 +127,10 @@ class MultipleChoice(Task):
         return Outcomes(confidence=[max(a["scores"]) for a in answers], right=right)
 
 
-def _collated(pad, features: list[dict]) -> dict[str, torch.Tensor]:
+def _collated(pad, features: list[dict]) -> dict:
     """Choices padded together: `(B, choices, S)`."""
+    import torch
+
     flat = [
         {name: feature[name][i] for name in feature if name != "labels"}
         for feature in features

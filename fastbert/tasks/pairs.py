@@ -6,13 +6,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from fastbert.models.accelerate import accelerate
 from fastbert.tasks.card import picture_lines
 from fastbert.tasks.correlations import number_in
 from fastbert.tasks.plots import draw_history
-from fastbert.tasks.recipe import TrainingSettings, callbacks_of, optimizer_of, trainer_arguments
+from fastbert.tasks.recipe import TrainingSettings
 from fastbert.tasks.registry import write_description
 from fastbert.tasks.resuming import Checkpoints
 from fastbert.tasks.runs import (
@@ -137,11 +135,17 @@ def check_lengths(tokenizer, texts: Sequence, settings: PairSettings, name: str)
 
 def device() -> str:
     """Where sentence-transformers shall compute."""
+    import torch
+
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def judged(network, evaluator, *, accelerated: bool = True, bf16: bool = False) -> dict[str, float]:
     """What an evaluator says of a sentence-transformers model."""
+    import torch
+
+    from fastbert.models.accelerate import accelerate
+
     network = accelerate(network) if accelerated else network
     with torch.autocast(network.device.type, torch.bfloat16, enabled=bf16):
         return _plain(evaluator(network))
@@ -171,6 +175,9 @@ def run(
         best: the evaluator's metric that chooses the epoch.
         dataset, loss, evaluator: for the Trainer.
     """
+    from fastbert.models.accelerate import accelerate
+    from fastbert.tasks.trainers import callbacks_of, optimizer_of, trainer_arguments
+
     trainer_kind, arguments_kind = kinds
     trainer = trainer_kind(
         model=accelerate(network) if training.accelerated else network,

@@ -11,9 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import transformers
-from torch import nn
-
 from fastbert.folders import check_folder
 from fastbert.tasks import pairs
 from fastbert.tasks.correlations import UNBOUNDED
@@ -73,11 +70,13 @@ def finetune_cross_encoder(
     Args, Returns, Raises: as `finetune_bi_encoder`; `CrossEncoder(output)` loads the folder. Its
     scores are probabilities after `binary`, and numbers without bounds after the others.
     """
+    import transformers
     from sentence_transformers import CrossEncoder
     from sentence_transformers.cross_encoder import (
         CrossEncoderTrainer,
         CrossEncoderTrainingArguments,
     )
+    from torch import nn
 
     check_folder("model", model)
     settings = CrossEncoderSettings() if settings is None else settings

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import transformers
-
 from fastbert.folders import check_folder
 from fastbert.tasks import pairs
 from fastbert.tasks.pairs import PairSettings
@@ -73,6 +71,7 @@ def finetune_bi_encoder(
         TaskError: rows, columns or settings that do not fit, or output holds another run; before
             anything is trained.
     """
+    import transformers
     from sentence_transformers import (
         SentenceTransformer,
         SentenceTransformerTrainer,

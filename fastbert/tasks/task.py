@@ -253,6 +253,13 @@ def features_of(encoding) -> list[dict]:
     return [{n: encoding[n][i] for n in names} for i in range(len(encoding["input_ids"]))]
 
 
+def padding_collator(tokenizer):
+    """Makes a batch of features by padding them to the longest."""
+    import transformers
+
+    return transformers.DataCollatorWithPadding(tokenizer)
+
+
 def softmax(logits: np.ndarray) -> np.ndarray:
     """Over the last axis, in float64."""
     import scipy.special

@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import transformers
 
-from fastbert.padding import IGNORE_INDEX
 from fastbert.tasks.tables import TaskError, check_columns
 from fastbert.tasks.task import (
     Encoded,
@@ -93,6 +91,8 @@ class TokenClassification(Task):
         return words.split() if isinstance(words, str) else list(words)
 
     def encode(self, rows, tokenizer, *, labelled):
+        from fastbert.padding import IGNORE_INDEX
+
         encoding, origins = tokenize(
             tokenizer,
             [self._words(row) for row in rows],
@@ -119,6 +119,8 @@ class TokenClassification(Task):
         return Encoded(features, list(origins), places)
 
     def collator(self, tokenizer):
+        import transformers
+
         return transformers.DataCollatorForTokenClassification(tokenizer)
 
     def answers(self, rows, encoded, logits):
