@@ -106,7 +106,7 @@ ARROWS = {
         "fastbert.sentence_modules",
     },
     "fastbert.embedding_workers": set(),
-    "fastbert.sentence_modules": {"fastbert.ops"},
+    "fastbert.sentence_modules": {"fastbert.folders", "fastbert.ops"},
     "fastbert.encoding": {"fastbert.data", "fastbert.embedder", "fastbert.tasks"},
     "fastbert.optim": {"fastbert.dispatch", "fastbert.optim", "fastbert.peers"},
     "fastbert.train": {

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastbert.folders import check_folder
+from fastbert.folders import check_checkpoint
 from fastbert.tasks.forwards import forwards
 from fastbert.tasks.models import fast_tokenizer, load_network
 from fastbert.tasks.tables import TaskError, check_columns, check_texts
@@ -54,7 +54,7 @@ class FillMask:
         *,
         accelerated: bool = True,
     ):
-        check_folder("folder", folder)
+        check_checkpoint("folder", folder)
         settings = FillMaskSettings() if settings is None else settings
         self.tokenizer = fast_tokenizer(str(folder))
         if self.tokenizer.mask_token is None:

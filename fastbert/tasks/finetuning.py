@@ -5,7 +5,7 @@ from pathlib import Path
 
 import transformers
 
-from fastbert.folders import check_folder
+from fastbert.folders import check_checkpoint
 from fastbert.tasks.card import write_card
 from fastbert.tasks.models import load_model, load_tokenizer
 from fastbert.tasks.plots import draw
@@ -60,7 +60,7 @@ def finetune(
             before anything is trained.
         OSError: no such checkpoint.
     """
-    check_folder("model", model)
+    check_checkpoint("model", model)
     kind = task_class(task)
     task = kind.name
     settings = kind.settings_class() if settings is None else settings

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from scipy.special import expit
 
-from fastbert.folders import check_folder
+from fastbert.folders import check_checkpoint
 from fastbert.tasks.forwards import forwards
 from fastbert.tasks.models import fast_tokenizer, load_network
 from fastbert.tasks.tables import TaskError, check_columns, check_texts
@@ -61,7 +61,7 @@ class Reranker:
         *,
         accelerated: bool = True,
     ):
-        check_folder("folder", folder)
+        check_checkpoint("folder", folder)
         settings = RerankSettings() if settings is None else settings
         self.tokenizer = fast_tokenizer(str(folder))
         self.model = load_network(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastbert.folders import check_folder
+from fastbert.folders import check_checkpoint
 from fastbert.tasks import pairs
 from fastbert.tasks.correlations import UNBOUNDED
 from fastbert.tasks.pairs import PairSettings
@@ -70,6 +70,7 @@ def finetune_cross_encoder(
     Args, Returns, Raises: as `finetune_bi_encoder`; `CrossEncoder(output)` loads the folder. Its
     scores are probabilities after `binary`, and numbers without bounds after the others.
     """
+    check_checkpoint("model", model)
     import transformers
     from sentence_transformers import CrossEncoder
     from sentence_transformers.cross_encoder import (
@@ -78,7 +79,6 @@ def finetune_cross_encoder(
     )
     from torch import nn
 
-    check_folder("model", model)
     settings = CrossEncoderSettings() if settings is None else settings
     training = TrainingSettings() if training is None else training
     checkpoints, found = pairs.checked_run(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastbert.folders import check_folder
+from fastbert.folders import check_checkpoint
 from fastbert.tasks import pairs
 from fastbert.tasks.pairs import PairSettings
 from fastbert.tasks.recipe import TrainingSettings
@@ -71,6 +71,7 @@ def finetune_bi_encoder(
         TaskError: rows, columns or settings that do not fit, or output holds another run; before
             anything is trained.
     """
+    check_checkpoint("model", model, owner="sentence-transformers")
     import transformers
     from sentence_transformers import (
         SentenceTransformer,
@@ -78,7 +79,6 @@ def finetune_bi_encoder(
         SentenceTransformerTrainingArguments,
     )
 
-    check_folder("model", model)
     settings = BiEncoderSettings() if settings is None else settings
     training = TrainingSettings() if training is None else training
     checkpoints, found = pairs.checked_run(

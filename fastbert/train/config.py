@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fastbert.folders import check_folder
+from fastbert.folders import check_checkpoint
 
 READY = Path(__file__).parent / "configs"
 
@@ -322,17 +322,17 @@ def config_from(
 
     if not isinstance(data, dict):
         raise ConfigError(f"{source} must hold keys and values, got {type(data).__name__}")
-    unknown = _unknown_keys(data, kind, "")
-    if unknown:
-        raise ConfigError("\n".join(f"{source}: {line}" for line in unknown))
+    faults = _unknown_keys(data, kind, "")
     try:
-        return pydantic.TypeAdapter(kind).validate_python(data)
+        config = pydantic.TypeAdapter(kind).validate_python(data)
     except pydantic.ValidationError as error:
-        lines = [
-            f"{source}: {'.'.join(str(part) for part in e['loc'])}: {e['msg']}, got {e['input']!r}"
+        faults += [
+            f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}, got {e['input']!r}"
             for e in error.errors()
         ]
-        raise ConfigError("\n".join(lines)) from error
+    if faults:
+        raise ConfigError("\n".join(f"{source}: {fault}" for fault in faults))
+    return config
 
 
 def _unknown_keys(data: dict, kind: type, where: str) -> list[str]:
@@ -414,7 +414,7 @@ def _faults_of_model(config: PretrainConfig) -> list[str]:
         "model.vocab_multiple_of",
     )
     if model.init_from is not None:
-        return faults + _faults_of_folder("model.init_from", model.init_from)
+        return faults + _faults_of_checkpoint("model.init_from", model.init_from)
     if model.hidden_size % max(model.num_attention_heads, 1):
         faults.append(
             f"model.hidden_size {model.hidden_size} must be a multiple of "
@@ -471,9 +471,9 @@ def generator_sizes(config: PretrainConfig) -> dict[str, int]:
     return sizes | {"num_hidden_layers": generator.num_hidden_layers or model.num_hidden_layers}
 
 
-def _faults_of_folder(name: str, folder: str) -> list[str]:
+def _faults_of_checkpoint(name: str, checkpoint: str) -> list[str]:
     try:
-        check_folder(name, folder)
+        check_checkpoint(name, checkpoint, tokenizer=False)
     except FileNotFoundError as error:
         return [str(error)]
     return []
@@ -487,7 +487,7 @@ def _faults_of_distillation(config: DistillConfig) -> list[str]:
             "file"
         )
     else:
-        faults += _faults_of_folder("distillation.teacher", settings.teacher)
+        faults += _faults_of_checkpoint("distillation.teacher", settings.teacher)
     if not 0 < settings.temperature < math.inf:
         faults.append(f"distillation.temperature must be above 0, got {settings.temperature}")
     for name in ("soft_weight", "mlm_weight", "cosine_weight"):

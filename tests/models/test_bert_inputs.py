@@ -4,9 +4,7 @@ import pytest
 import torch
 import transformers
 
-import fastbert
 from fastbert import use_backend
-from fastbert.folders import check_folder
 from fastbert.testing.inputs import padded_batch, small_bert_config
 from fastbert.testing.models import assert_packed, head_inputs, model_pair
 
@@ -337,16 +335,3 @@ def test_labels_that_are_numbers_are_left_alone():
     ours, theirs = model_pair("BertForSequenceClassification", small_bert_config(num_labels=3))
     ids, labels = torch.ones(2, 5, dtype=torch.long), torch.full((2, 3), 7.5)
     _close(ours(ids, labels=labels).loss, theirs(ids, labels=labels).loss)
-
-
-def test_folders_that_are_not_there_are_told_from_names_on_the_hub(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models").mkdir()
-    for name in ("models", "bert-base-uncased", "google/bert", tmp_path, None, {}):
-        check_folder("model", name)
-    for name in ("./bert", "models/bert", "google/bert/", "a/b/c", "~/bert", "my bert"):
-        with pytest.raises(FileNotFoundError, match=f"^model: there is no folder '{name}'; name"):
-            check_folder("model", name)
-    for kind in (fastbert.BertModel, fastbert.RobertaForMaskedLM):
-        with pytest.raises(OSError, match=r"^pretrained_model_name_or_path: there is no folder"):
-            kind.from_pretrained(tmp_path / "bert")

@@ -58,6 +58,7 @@ def test_recipes_say_what_the_papers_say():
         ({"optimzer": {}}, "unknown key optimzer; did you mean optimizer?"),
         ({"data": {"masking": {"rte": 1}}}, "unknown key data.masking.rte; did you mean rate?"),
         ({"phases": [{"step": 1}]}, "unknown key phases.step; did you mean steps?"),
+        ({"optimzer": {}, "seed": "x"}, r"unknown key optimzer.*\n.*seed: Input should be a valid"),
         ({"optimizer": {"lr": "fast"}}, "optimizer.lr: .*valid number.*'fast'"),
         ({"optimizer": {"name": "sgd"}}, "optimizer.name: .*'adamw'.*got 'sgd'"),
         ({"phases": [{"steps": 1.5}]}, r"phases.0.steps: .*integer.*1\.5"),
