@@ -90,8 +90,10 @@ def finetune(
     network = load_model(worker, model, new_head=True, accelerated=training.accelerated)
     worker.settings = fitted(settings, tokenizer, network.config)
 
-    features = worker.encode(rows, tokenizer, labelled=True).features
-    judged = worker.encode(held_out, tokenizer, labelled=True).by_length()
+    # By the sources, so that a row that is refused has the number it has in its file.
+    encoded = [worker.encode(some, tokenizer, labelled=True, name=n) for n, some in found.sources]
+    features = encoded[0].of_rows(found.kept).features
+    judged = encoded[-1].of_rows(found.judged).by_length()
     trainer = _trainer(
         worker,
         network,
@@ -127,6 +129,7 @@ def _checked(kind: type[Task], settings: TaskSettings, found: RunRows) -> Task:
     worker = kind(settings)
     name, rows = found.sources[0]
     worker.check(rows, name, labelled=True)
+    worker.check_varied(found.train)
     worker = kind(settings, worker.labels_of(found.train))
     # Held-out rows are told by the number they have in their file.
     name, rows = found.sources[-1]

@@ -80,20 +80,22 @@ class MultipleChoice(Task):
                     f"{count - 1}, got {row[settings.label]!r}"
                 )
 
-    def encode(self, rows, tokenizer, *, labelled):
+    def encode(self, rows, tokenizer, *, labelled, name="rows"):
         settings = self.settings
         choices = [row[settings.choices] for row in rows]
+        count = len(choices[0])
         encoding, _ = tokenize(
             tokenizer,
             [row[settings.text] for row, given in zip(rows, choices, strict=True) for _ in given],
             [choice for given in choices for choice in given],
             max_length=settings.max_length,
             settings=settings,
-            name="text and choice",
+            name=name,
+            texts_of_row=count,
         )
-        flat, count = features_of(encoding), len(choices[0])
+        flat = features_of(encoding)
         features = [
-            {name: [one[name] for one in flat[i : i + count]] for name in flat[0]}
+            {field: [one[field] for one in flat[i : i + count]] for field in flat[0]}
             for i in range(0, len(flat), count)
         ]
         if labelled:

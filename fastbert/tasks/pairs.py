@@ -21,7 +21,7 @@ from fastbert.tasks.runs import (
     rows_of_run,
     write_metrics,
 )
-from fastbert.tasks.tables import TaskError, check_columns, check_texts
+from fastbert.tasks.tables import TaskError, check_columns, check_texts, check_varied
 
 logger = logging.getLogger("fastbert")
 
@@ -80,6 +80,8 @@ def checked_run(
     found = rows_of_run(*sources, *splits, training.seed)
     for name, some in found.sources:
         check(some, settings, name, **checks)
+    if settings.score is not None:
+        check_varied((float(row[settings.score]) for row in found.train), "score", "score")
     description = {"task": task, "settings": asdict(settings)}
     rows = (found.train, found.held_out)
     checkpoints = Checkpoints(folder, model, description, training, *rows, overwrite=overwrite)
@@ -129,7 +131,10 @@ def check_lengths(tokenizer, texts: Sequence, settings: PairSettings, name: str)
         f"tokens (up to {lengths.max()})"
     )
     if settings.overlong == "refuse":
-        raise TaskError(f"{found}; raise max_length, shorten them, or choose overlong truncate")
+        raise TaskError(
+            f"{found}, the first in row {int(overlong[0]) + 1}; raise max_length, shorten them, or "
+            "choose overlong truncate"
+        )
     logger.warning("%s and are truncated", found)
 
 

@@ -104,7 +104,7 @@ class QuestionAnswering(Task):
                     f"holds {context[start : start + len(text)]!r}"
                 )
 
-    def encode(self, rows, tokenizer, *, labelled):
+    def encode(self, rows, tokenizer, *, labelled, name="rows"):
         settings = self.settings
         encoding, origins = tokenize(
             tokenizer,
@@ -114,7 +114,7 @@ class QuestionAnswering(Task):
             max_length=settings.max_length,
             settings=settings,
             cut="only_second",
-            name="question and context",
+            name=name,
             return_offsets_mapping=True,
         )
         features, places = features_of(encoding), []

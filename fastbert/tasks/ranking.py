@@ -102,6 +102,7 @@ class Reranker:
             max_length=self.settings.max_length,
             settings=self.settings,
             name=name,
+            unit="pair",
         )
         features = features_of(encoding)
         collator = padding_collator(self.tokenizer)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,14 +41,25 @@ class RunRows:
     """Rows of a run, whole and as they are used.
 
     Attributes:
-        train, held_out: rows to train and rows to judge by.
         sources: the one or the two they come from, that of the training rows first: its name in
             messages, such as `films.csv (train)`, and all its rows.
+        kept, judged: numbers, from 0, of the rows to train and of those to judge by, each in the
+            source it comes from.
     """
 
-    train: list[dict]
-    held_out: list[dict]
     sources: list[tuple[str, list[dict]]]
+    kept: Sequence[int]
+    judged: Sequence[int]
+
+    @property
+    def train(self) -> list[dict]:
+        """Rows to train."""
+        return [self.sources[0][1][i] for i in self.kept]
+
+    @property
+    def held_out(self) -> list[dict]:
+        """Rows to judge by."""
+        return [self.sources[-1][1][i] for i in self.judged]
 
 
 def output_folder(output: str | Path) -> Path:
@@ -84,7 +96,7 @@ def rows_of_run(
     name, rows = source = _read("train", train, split, read)
     if evaluation is not None:
         judged = _read("evaluation", evaluation, evaluation_split, read)
-        return RunRows(rows, judged[1], [source, judged])
+        return RunRows([source, judged], range(len(rows)), range(len(judged[1])))
     order = np.random.default_rng(seed).permutation(len(rows))
     count = max(1, round(HELD_OUT * len(rows)))
     if count >= len(rows):
@@ -92,8 +104,7 @@ def rows_of_run(
             f"{name}: {len(rows)} rows are too few to hold some out; name evaluation rows"
         )
     logger.info("no evaluation rows were named: %d of %d rows are held out", count, len(rows))
-    kept, held_out = sorted(order[count:]), sorted(order[:count])
-    return RunRows([rows[i] for i in kept], [rows[i] for i in held_out], [source])
+    return RunRows([source], sorted(order[count:].tolist()), sorted(order[:count].tolist()))
 
 
 def _read(argument: str, source, split, read) -> tuple[str, list[dict]]:

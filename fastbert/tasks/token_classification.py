@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from fastbert.tasks.tables import TaskError, check_columns
+from fastbert.tasks.tables import TaskError, check_columns, check_varied
 from fastbert.tasks.task import (
     Encoded,
     Outcomes,
@@ -54,6 +54,9 @@ class TokenClassification(Task):
     def labels_of(self, rows):
         return sorted({tag for row in rows for tag in row[self.settings.tags]})
 
+    def check_varied(self, rows):
+        check_varied((tag for row in rows for tag in row[self.settings.tags]), "tag", "tags")
+
     def check(self, rows, name, *, labelled):
         settings = self.settings
         check_columns(rows, {"tokens": settings.tokens}, name)
@@ -90,7 +93,7 @@ class TokenClassification(Task):
         words = row[self.settings.tokens]
         return words.split() if isinstance(words, str) else list(words)
 
-    def encode(self, rows, tokenizer, *, labelled):
+    def encode(self, rows, tokenizer, *, labelled, name="rows"):
         from fastbert.padding import IGNORE_INDEX
 
         encoding, origins = tokenize(
@@ -99,7 +102,7 @@ class TokenClassification(Task):
             None,
             max_length=self.settings.max_length,
             settings=self.settings,
-            name="tokens",
+            name=name,
             is_split_into_words=True,
         )
         features, places = features_of(encoding), []

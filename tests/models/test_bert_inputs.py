@@ -321,6 +321,48 @@ def test_labels_that_are_no_classes_raise(name, shape, count):
             ours(input_ids=ids, labels=labels[:, :4])
 
 
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("BertForPreTraining", "next_sentence_label"),
+        ("AlbertForPreTraining", "sentence_order_label"),
+    ],
+)
+def test_labels_of_pairs_that_are_no_classes_raise(name, argument):
+    config = small_bert_config()
+    if name.startswith("Albert"):
+        config = transformers.AlbertConfig(**config.to_diff_dict(), embedding_size=16)
+    ours, theirs = model_pair(name, config)
+    ids, labels = torch.ones(2, 5, dtype=torch.long), torch.tensor([0, 2])
+    with pytest.raises(ValueError, match=f"{argument} hold 2, but there are 2 classes"):
+        ours(ids, labels=ids, **{argument: labels})
+    with pytest.raises(TypeError, match=f"{argument} must be int64, the numbers of classes"):
+        ours(ids, labels=ids, **{argument: labels.float()})
+    # Without the other labels there is no loss, and transformers does not look at these.
+    assert ours(ids, **{argument: labels}).loss is None
+    labels[1] = -100
+    _close(
+        ours(ids, labels=ids, **{argument: labels}).loss,
+        theirs(ids, labels=ids, **{argument: labels}).loss,
+    )
+
+
+def test_positions_of_answers_are_taken_as_transformers_takes_them():
+    ours, theirs = model_pair("BertForQuestionAnswering", small_bert_config())
+    ids = torch.arange(1, 11).view(2, 5)
+    for start, end in ((1, 4), (-100, 3), (-1, 99), (0, 5), (99, 2)):
+        positions = {
+            "start_positions": torch.tensor([1, start]),
+            "end_positions": torch.tensor([[2], [end]]),
+        }
+        _close(ours(ids, **positions).loss, theirs(ids, **positions).loss)
+    good = torch.tensor([1, 2])
+    with pytest.raises(TypeError, match="end_positions must be int64, the numbers of classes"):
+        ours(ids, start_positions=good, end_positions=good.float())
+    with pytest.raises(ValueError, match=r"start_positions must have shape \(2,\), .* got \(3,\)"):
+        ours(ids, start_positions=torch.ones(3, dtype=torch.long), end_positions=good)
+
+
 def test_embeddings_of_another_dtype_raise(pair):
     ours, embeds = pair[0], torch.zeros(2, 5, 48)
     for dtype in (torch.bfloat16, torch.float64, torch.int64):

@@ -24,6 +24,22 @@ def test_labels_become_numbers_in_sorted_order(tokenizer):
     assert task.model_options()["id2label"] == {0: "a", 1: "z"}
 
 
+@pytest.mark.parametrize(
+    ("problem", "same", "other", "told"),
+    [
+        ("single", "a", "b", "the label 'a'"),
+        ("multi", ["b", "a"], ["a"], "the label 'a and b'"),
+        ("regression", 3, 4, "the number 3.0"),
+    ],
+)
+def test_labels_that_are_all_the_same_teach_nothing(problem, same, other, told):
+    rows = [{"text": "x", "label": same}, {"text": "y", "label": same}]
+    task = _task(problem=problem)
+    with pytest.raises(TaskError, match=f"all training rows have {told}, so there is nothing"):
+        task.check_varied(rows)
+    task.check_varied([*rows, {"text": "z", "label": other}])
+
+
 def test_pairs_have_their_token_types(tokenizer):
     rows = [{"text": "a", "other": "b c"}]
     (feature,) = _task(pair="other").encode(rows, tokenizer, labelled=False).features

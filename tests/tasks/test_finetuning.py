@@ -296,6 +296,19 @@ def test_refusals_come_before_training(checkpoint, reviews, tmp_path):
         run(rows=path, settings={"text": "body"})
     with pytest.raises(TaskError, match=r"films.jsonl \(evaluation\), row 1: unknown label"):
         run(evaluation=path)
+    with pytest.raises(TaskError, match="all training rows have the label 'positive', so there"):
+        run(rows=reviews[1::2])
+    # Counted in its file, wherever it is used.
+    rows = [
+        {**row, "text": row["text"] * (1 + 20 * (number == 80))}
+        for number, row in enumerate(reviews)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for given in ({"rows": path}, {"evaluation": path}):
+        with pytest.raises(
+            TaskError, match=r"films.jsonl \((train|evaluation)\), row 81 has \d+ tok"
+        ):
+            run(**given, settings={"max_length": 64, "overlong": "refuse"})
     with pytest.raises(TaskError, match="max_length is 9999, but the model takes"):
         run(settings={"max_length": 9999})
     with pytest.raises(TaskError, match="stride is 64, but a feature has 32 tokens"):
