@@ -53,7 +53,14 @@ def run_configured(context: typer.Context, command: str, configs: str, kind: typ
 
     from fastbert.train.config import ConfigError, read_config
 
-    name, *overrides = context.args or ["--help"]
+    if not context.args:
+        typer.echo(
+            f"Usage: fastbert {command} CONFIG [options]\n\nError: CONFIG is missing: {configs}; "
+            f"fastbert {command} --help lists the options.",
+            err=True,
+        )
+        raise typer.Exit(2)
+    name, *overrides = context.args
     with _errors_told(ConfigError):
         # What stands in the file is shown as the defaults of the options.
         config = kind() if name.startswith("-") else read_config(name, kind)

@@ -144,10 +144,13 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Held-out loss, accuracy and perplexity of masked tokens."""
+    """Figures on `data.heldout`: loss, accuracy and perplexity of masked tokens, also where pairs
+    are trained; of replaced tokens both losses, accuracy and the share that was found."""
 
     every: int = 10_000
+    """Steps; also after the last one."""
     batches: int = 50
+    """At most; of each process."""
     average: bool = False
     """Of the averaged weights instead; see `average_decay`."""
 
@@ -560,10 +563,12 @@ def _faults_of_data(config: PretrainConfig) -> list[str]:
 def _faults_of_schedule(config: PretrainConfig) -> list[str]:
     schedule, steps = config.schedule, config.num_steps
     faults = []
-    if not 0 <= schedule.warmup_steps <= steps:
+    fits = 0 <= schedule.warmup_steps <= steps
+    if not fits:
         faults.append(
             f"schedule.warmup_steps must lie in 0 to the {steps} steps of all phases, got "
-            f"{schedule.warmup_steps}"
+            f"{schedule.warmup_steps}; give --schedule.warmup-steps {max(steps, 0) // 10}, say, or "
+            "more steps"
         )
     if not 0 <= schedule.final_share <= 1:
         faults.append(f"schedule.final_share must be between 0 and 1, got {schedule.final_share}")
@@ -571,8 +576,10 @@ def _faults_of_schedule(config: PretrainConfig) -> list[str]:
         faults.append(f"schedule.power must be above 0, got {schedule.power}")
     if (schedule.kind == "wsd") != (schedule.decay_steps is not None):
         faults.append("schedule.decay_steps belongs to kind wsd: set both or neither")
-    elif schedule.decay_steps is not None and not (
-        1 <= schedule.decay_steps <= steps - schedule.warmup_steps
+    elif (
+        fits
+        and schedule.decay_steps is not None
+        and not (1 <= schedule.decay_steps <= steps - schedule.warmup_steps)
     ):
         faults.append(
             f"schedule.decay_steps must lie in 1 to the {steps - schedule.warmup_steps} steps "

@@ -95,6 +95,7 @@ def test_files_that_are_none(tmp_path):
         ({"schedule": {"decay_steps": 5}}, "set both or neither"),
         ({"schedule": {"kind": "wsd", "decay_steps": 999_999}}, "must lie in 1 to the 990000"),
         ({"schedule": {"warmup_steps": 2_000_000}}, "warmup_steps must lie in"),
+        ({"phases": [{"steps": 30}]}, "got 10000; give --schedule.warmup-steps 3, say, or more"),
         ({"schedule": {"final_share": 2}}, "final_share must"),
         ({"data": {"masking": {"rate": 0}}}, "rate must be above 0"),
         ({"data": {"masking": {"fixed_count": 9, "final_rate": 0.1}}}, "leaves no rate"),
