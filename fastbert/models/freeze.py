@@ -1,5 +1,7 @@
 """`freeze(model)`: packed weights in the place of the originals, for serving on a CPU."""
 
+import threading
+
 import torch
 from torch import nn
 
@@ -10,6 +12,9 @@ from fastbert.models.layers import PostNormLayer
 from fastbert.models.packed_model import PackedModel
 from fastbert.models.post_norm import PostNormModel
 from fastbert.ops.encoder import pack_layers
+
+# Two threads would both pack a layer, and one of them find its weights gone.
+_freezing = threading.Lock()
 
 
 def freeze(model: nn.Module) -> nn.Module:
@@ -26,8 +31,11 @@ def freeze(model: nn.Module) -> nn.Module:
     NotImplementedError: `train()`, `state_dict()` and saving, loading, pickling, a change of dtype
     or device, an optimizer over them, forwards that call the layers (hidden states, attentions,
     autocast, hooks, torch.compile) or compute padded positions. The encoder's parameters need no
-    gradient any more; embeddings can be resized, and copies by `copy.deepcopy` share the packed
-    weights.
+    gradient any more, and its outputs carry none; embeddings can be resized, and copies by
+    `copy.deepcopy` share the packed weights. `num_parameters()` counts the model's weights as
+    before, `get_memory_footprint()` the bytes that are held now.
+
+    Threads may freeze a model at once, which is then done once; a forward meanwhile may be refused.
 
     Args:
         model: in eval mode, on a CPU: a model or head of fastbert with post-norm layers (BERT,
@@ -45,6 +53,11 @@ def freeze(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"freeze: model must be a torch.nn.Module, got {type(model).__name__}")
+    with _freezing:
+        return _frozen(model)
+
+
+def _frozen(model: nn.Module) -> nn.Module:
     encoders = [m for m in model.modules() if isinstance(m, PackedModel)]
     if not encoders:
         raise ValueError(
