@@ -204,10 +204,12 @@ class Classification(Task):
 def _single_metrics(truth: Sequence[str], given: Sequence[str]) -> dict[str, float]:
     from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
+    # scikit-learn warns of a single label, of which it takes 0 for the correlation.
+    varied = len({*truth, *given}) > 1
     return {
         "accuracy": float(accuracy_score(truth, given)),
         "f1_macro": float(f1_score(truth, given, average="macro", zero_division=0)),
-        "matthews": float(matthews_corrcoef(truth, given)),
+        "matthews": float(matthews_corrcoef(truth, given)) if varied else 0.0,
     }
 
 

@@ -1,5 +1,7 @@
 """Features, answers and metrics of classes; fine-tuning itself is in test_finetuning.py."""
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -126,6 +128,10 @@ def test_metrics_of_one_label():
     assert metrics["accuracy"] == 0.75
     assert metrics["f1_macro"] == pytest.approx((2 / 3 + 4 / 5) / 2)
     assert metrics["matthews"] == pytest.approx(2 / np.sqrt(1 * 3 * 2 * 2))
+    # Of few rows that were held out all may have one label.
+    with warnings.catch_warnings(action="error"):
+        same = task.metrics(rows[:2], [{"label": "a"}] * 2)
+    assert same == {"accuracy": 1.0, "f1_macro": 1.0, "matthews": 0.0}
 
 
 @pytest.mark.parametrize(
