@@ -12,6 +12,7 @@ from fastbert.tasks import Predictor, TaskError, TrainingSettings, finetune
 from fastbert.tasks.classification import ClassificationSettings
 from fastbert.tasks.multiple_choice import MultipleChoiceSettings
 from fastbert.tasks.question_answering import QuestionAnsweringSettings
+from fastbert.tasks.runs import rows_of_run
 from fastbert.tasks.token_classification import TokenClassificationSettings
 from fastbert.testing.models import assert_packed
 
@@ -118,6 +119,16 @@ def test_rows_are_held_out_where_none_are_named(checkpoint, reviews, tmp_path, c
     )
     assert "4 of 40 rows are held out" in caplog.text
     assert "Fine-tuned on 36 rows, judged on 4 others" in (tmp_path / "model/README.md").read_text()
+
+
+def test_rows_that_are_held_out_are_not_trained():
+    rows = [{"text": str(number)} for number in range(25)]
+    found = rows_of_run(rows, None, None, None, 0)
+    assert len(found.held_out) == 2
+    assert sorted([*found.kept, *found.judged]) == list(range(25))
+    assert [rows.index(row) for row in found.held_out] == list(found.judged)
+    assert [rows.index(row) for row in found.train] == list(found.kept)
+    assert rows_of_run(rows, None, None, None, 1).judged != found.judged
 
 
 @pytest.mark.slow

@@ -141,6 +141,16 @@ def test_a_finished_run_is_not_trained_again(base, rows, undisturbed, monkeypatc
     assert _learned(undisturbed) == before
 
 
+def _changed(base, folder):
+    """Other weights in a folder of the same name."""
+    model = transformers.BertModel.from_pretrained(base)
+    model.pooler.dense.bias.data += 1
+    output = folder / "changed" / Path(base).name
+    shutil.copytree(base, output)
+    model.save_pretrained(output)
+    return str(output)
+
+
 def test_a_finished_run_is_not_replaced_unasked(base, rows, undisturbed, tmp_path):
     output = tmp_path / "model"
     shutil.copytree(undisturbed, output)
@@ -154,13 +164,15 @@ def test_a_finished_run_is_not_replaced_unasked(base, rows, undisturbed, tmp_pat
         ({"training": quick}, ["training.epochs: 20 there, 1 now"]),
         ({"rows": rows[4:]}, ["train_rows: 48 rows, ", "evaluation_rows: 16 rows, "]),
         ({"rows": renamed}, ["labels: ['0', '1'] there, ['class 0', 'class 1'] now"]),
-        ({"base": str(undisturbed)}, ["checkpoint: "]),
+        ({"base": _changed(base, tmp_path)}, [f"checkpoint: {Path(base).name}, sha256 "]),
     ):
         with pytest.raises(TaskError, match=r"holds a finished run, .* by --overwrite") as caught:
             run(**options)
         for line in told:
             assert line in str(caught.value)
     assert _learned(output) == _learned(undisturbed)
+    # The same checkpoint elsewhere is the same.
+    assert run(base=shutil.copytree(base, tmp_path / "there" / Path(base).name)).seconds is None
     result = run(training=quick, overwrite=True)
     assert len(result.history) == 1
     assert run(training=quick).samples_per_second is None
