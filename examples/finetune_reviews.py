@@ -47,6 +47,7 @@ def main(argv: list[str]) -> int:
         output=options.out,
         settings=ClassificationSettings(max_length=64),
         training=TrainingSettings(epochs=options.epochs, batch_size=8, learning_rate=2e-4),
+        overwrite=True,
     )
     print(f"accuracy {result.metrics['accuracy']:.3f} on {len(unseen)} reviews of unseen things")
     for text in ("A superb evening, we loved it.", "We left early, it was so boring."):

@@ -4,7 +4,7 @@
 `fastbert.accelerate(model)` does it to a model that is already built.
 """
 
-import importlib
+from fastbert.lazy import exports
 
 __version__ = "0.1.0"
 
@@ -88,15 +88,4 @@ _EXPORTS = {
 }
 
 __all__ = ["__version__", *_EXPORTS]
-
-
-def __getattr__(name: str):
-    if name not in _EXPORTS:
-        raise AttributeError(f"module 'fastbert' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_EXPORTS[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__():
-    return sorted({*globals(), *_EXPORTS})
+__getattr__, __dir__ = exports(__name__, _EXPORTS)

@@ -16,6 +16,7 @@ from torch import nn
 
 from fastbert import embedding_workers
 from fastbert.models.accelerate import accelerate
+from fastbert.models.freeze import freeze as drop_weights
 from fastbert.models.packed_model import PackedModel
 from fastbert.padding import pack
 from fastbert.sentence_modules import Dense, Normalize, check_poolings, pool, read_folder
@@ -55,6 +56,8 @@ class Embedder:
         texts_at_once: texts read, sorted and held at a time; each worker holds as many.
         dtype: of the model; None: that of the checkpoint. What is behind the encoder is fp32.
         device: of the model.
+        freeze: drop the layers' weights once they are packed (`fastbert.freeze`): the same vectors
+            from less memory, on a CPU, for models with post-norm layers.
         workers: processes; 1: this one.
         threads: of each worker; None: the cores allowed, shared out.
 
@@ -63,8 +66,9 @@ class Embedder:
 
     Raises:
         FileNotFoundError: no such folder.
-        ValueError: unknown settings, a model fastbert does not compute, a max_seq_length beyond the
-            encoder's positions or below what the special tokens take, modules that do not fit.
+        ValueError: unknown settings, a model fastbert does not compute, or cannot freeze where that
+            is asked, a max_seq_length beyond the encoder's positions or below what the special
+            tokens take, modules that do not fit.
         NotImplementedError: a module fastbert does not know.
     """
 
@@ -81,6 +85,7 @@ class Embedder:
         texts_at_once: int = 4096,
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
+        freeze: bool = False,
         workers: int = 1,
         threads: int | None = None,
     ):
@@ -106,6 +111,8 @@ class Embedder:
         if hasattr(model, "pooler"):
             model.pooler = None
         self.model = model.to(device).eval()
+        if freeze:
+            drop_weights(self.model)
         self._behind = nn.Sequential(*_normalizing(self._folder.modules, normalize)).to(device)
         self.dimension = _width(
             self.model.config.hidden_size * len(self.poolings), self._behind, folder
@@ -145,6 +152,7 @@ class Embedder:
                 "stride": stride,
                 "tokens_per_batch": tokens_per_batch,
                 "dtype": self.model.dtype,
+                "freeze": freeze,
             }
             self._pool = embedding_workers.Workers(workers, threads, folder, settings)
 

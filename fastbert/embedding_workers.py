@@ -42,13 +42,18 @@ class Workers:
             self._executor = None
 
     def _start(self) -> ProcessPoolExecutor:
+        import torch
+
         # Afresh and not forked: a copy of a process whose threads multiply can wait for them
         # for ever.
         context = multiprocessing.get_context("spawn")
         places = context.SimpleQueue()
         for share in shares(allowed_cores(), self.count):
             places.put((self._threads or max(len(share), 1), [] if self._threads else share))
-        return ProcessPoolExecutor(self.count, context, _become, (places, *self._made_of))
+        # Frozen weights are packed for one precision.
+        precision = torch.get_float32_matmul_precision()
+        made_of = (places, precision, *self._made_of)
+        return ProcessPoolExecutor(self.count, context, _become, made_of)
 
 
 def result_of(future: Future):
@@ -82,7 +87,7 @@ def shares(cores: list[int], count: int) -> list[list[int]]:
     return [cores[a:b] for a, b in pairwise(edges)]
 
 
-def _become(places, folder: str, settings: dict) -> None:
+def _become(places, precision: str, folder: str, settings: dict) -> None:
     """Makes this process a worker."""
     global _embedder
     threads, cores = places.get()
@@ -94,6 +99,7 @@ def _become(places, folder: str, settings: dict) -> None:
     from fastbert.embedder import Embedder
 
     torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(precision)
     _embedder = Embedder(folder, **settings)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from fastbert.folders import check_checkpoint
 from fastbert.ops.linear import linear
 
 # The order in which the flags of an older configuration are put side by side.
@@ -158,6 +159,7 @@ def read_folder(folder: Path) -> SentenceFolder:
             f"there is no folder {str(folder)!r}; download the model and give its path"
         )
     if not (folder / "modules.json").is_file():
+        check_checkpoint("folder", folder)
         return SentenceFolder(folder)
     found, behind = {"model": folder}, []
     for place, module in enumerate(json.loads((folder / "modules.json").read_text())):

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 import fastbert
+from fastbert import extension
 from fastbert.embedder import positions_of
 from fastbert.embedding_workers import shares
 from fastbert.sentence_modules import POOLINGS
@@ -178,6 +179,19 @@ def test_workers_give_the_same_bits(real_checkpoint):
             assert np.array_equal(shared.encode(texts), alone.encode(texts))
         finally:
             torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.skipif(not extension.cpu_isas(), reason="a frozen model runs by C++")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_frozen_encoder_gives_the_same_bits(real_checkpoint, workers):
+    torch.set_float32_matmul_precision("high")
+    try:
+        expected = fastbert.Embedder(real_checkpoint).encode(TEXTS)
+        with fastbert.Embedder(real_checkpoint, freeze=True, workers=workers) as frozen:
+            assert np.array_equal(frozen.encode(TEXTS), expected)
+            assert frozen.model.encoder.layer[0].output.dense.weight.device.type == "meta"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_cores_are_shared_out():

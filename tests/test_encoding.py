@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import fastbert
-from fastbert import encoding
+from fastbert import encoding, extension
 from fastbert.cli.main import app
 from fastbert.encoding import encode_file
 
@@ -122,5 +122,11 @@ def test_command(real_checkpoint, tmp_path):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert f"5 vectors in {out}" in result.output.replace("\n", "") and len(_read(out)) == 5
+    if extension.cpu_isas():
+        before = _read(out)
+        out.unlink()
+        with mock.patch("fastbert.embedder.drop_weights", wraps=fastbert.freeze) as freeze:
+            assert CliRunner().invoke(app, [*arguments, "--freeze"]).exit_code == 0
+        assert freeze.call_count == 1 and _read(out) == before
     result = CliRunner().invoke(app, [*arguments, "--dtype", "int8"])
     assert result.exit_code == 2 and "dtype must be float32 or bfloat16" in result.output

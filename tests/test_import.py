@@ -1,8 +1,12 @@
 """Importing fastbert needs neither triton nor the compiled part, and `kernels/` hides nobody."""
 
+import importlib
+import pickle
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -56,3 +60,41 @@ def test_transformers_imports_from_the_repository_root():
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("package", ["", ".data", ".tasks", ".train"])
+def test_public_names_are_loaded_when_asked_for(package):
+    module = importlib.import_module(f"fastbert{package}")
+    for name in module.__all__:
+        value = getattr(module, name)
+        assert name in dir(module)
+        if callable(value):
+            assert pickle.loads(pickle.dumps(value)) is value
+    with pytest.raises(AttributeError, match=f"module 'fastbert{package}' has no .* 'poetry'"):
+        _ = module.poetry
+
+
+COMMANDS = (
+    *("finetune", "finetune classification", "finetune cola", "finetune bi-encoder"),
+    *("finetune cross-encoder", "fill-mask", "rerank", "similarity", "evaluate", "predict"),
+    *("encode", "pretrain", "distill", "data prepare", "tokenizer train", "env"),
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_loads_nothing_heavy(command, tmp_path):
+    """Libraries of seconds, for a text that needs none of them."""
+    code = """
+import sys
+from fastbert.cli.main import app
+try:
+    app(sys.argv[1:])
+except SystemExit as end:
+    assert not end.code, end.code
+heavy = {"torch", "transformers", "sentence_transformers", "datasets", "pandas", "matplotlib"}
+assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
+"""
+    arguments = [sys.executable, "-c", code, *command.split(), "--help"]
+    run = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "sage: " in run.stdout

@@ -13,7 +13,11 @@ def distill(context: typer.Context) -> None:
     """
     require_training()
     from fastbert.train.config import DistillConfig
-    from fastbert.train.distillation import distill as run
+
+    def run(config: DistillConfig):
+        from fastbert.train.distillation import distill
+
+        return distill(config)
 
     run_configured(context, "distill", "a YAML file", DistillConfig, run)
 

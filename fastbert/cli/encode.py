@@ -33,6 +33,9 @@ def encode(
     dtype: Annotated[
         str | None, typer.Option(help="float32 or bfloat16; default: the checkpoint's.")
     ] = None,
+    freeze: Annotated[
+        bool, typer.Option("--freeze", help="Keep packed weights alone: less memory, on a CPU.")
+    ] = False,
     workers: Annotated[int, typer.Option(help="Processes, each with the model.")] = 1,
     threads: Annotated[
         int | None, typer.Option(help="Of each worker; default: the cores, shared out.")
@@ -57,6 +60,7 @@ def encode(
             stride=stride,
             tokens_per_batch=tokens_per_batch,
             dtype=dtypes[dtype],
+            freeze=freeze,
             workers=workers,
             threads=threads,
         )

@@ -1,6 +1,8 @@
 """`fastbert pretrain`, `export` and `plot`: parse arguments, call the library, print."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +18,11 @@ def pretrain(context: typer.Context) -> None:
     """
     require_training()
     from fastbert.train.config import PretrainConfig, ready_configs
-    from fastbert.train.pretraining import pretrain as run
+
+    def run(config: PretrainConfig):
+        from fastbert.train.pretraining import pretrain
+
+        return pretrain(config)
 
     configs = f"a YAML file or one of {', '.join(ready_configs())}"
     run_configured(context, "pretrain", configs, PretrainConfig, run)
@@ -40,16 +46,22 @@ def run_configured(context: typer.Context, command: str, configs: str, kind: typ
     Args:
         context: with the arguments left.
         command: its name. configs: what CONFIG may be.
-        kind: the config's class. run: of it, to a summary.
+        kind: the config's class. run: of it, to a summary; loads what it needs, for which help
+            does not wait.
     """
     import tyro
 
-    from fastbert.train.checkpoints import CheckpointError
     from fastbert.train.config import ConfigError, read_config
-    from fastbert.train.pretraining import NonFiniteError
 
-    name, *overrides = context.args or ["--help"]
-    try:
+    if not context.args:
+        typer.echo(
+            f"Usage: fastbert {command} CONFIG [options]\n\nError: CONFIG is missing: {configs}; "
+            f"fastbert {command} --help lists the options.",
+            err=True,
+        )
+        raise typer.Exit(2)
+    name, *overrides = context.args
+    with _errors_told(ConfigError):
         # What stands in the file is shown as the defaults of the options.
         config = kind() if name.startswith("-") else read_config(name, kind)
         config = tyro.cli(
@@ -59,13 +71,23 @@ def run_configured(context: typer.Context, command: str, configs: str, kind: typ
             default=config,
             args=[name, *overrides] if name.startswith("-") else overrides,
         )
+    from fastbert.train.checkpoints import CheckpointError
+    from fastbert.train.pretraining import NonFiniteError
+
+    with _errors_told(ConfigError, CheckpointError, NonFiniteError):
         summary = run(config)
-    except (ConfigError, CheckpointError, NonFiniteError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from error
     # Under torchrun the others would say the same.
     if os.environ.get("RANK", "0") == "0":
         typer.echo(_told(summary, config.output))
+
+
+@contextmanager
+def _errors_told(*kinds: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except kinds as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from error
 
 
 def _told(summary, output: str) -> str:

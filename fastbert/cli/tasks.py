@@ -29,7 +29,7 @@ def finetune(context: typer.Context) -> None:
     """Fine-tune a checkpoint: `fastbert finetune TASK MODEL --train FILE --output FOLDER`.
 
     `fastbert finetune TASK --help` lists the options of a task. Run again after a kill it goes on
-    from the last epoch.
+    from the last epoch; a folder that holds another run is refused without --overwrite.
     """
     with errors_told():
         import tyro
@@ -53,6 +53,7 @@ def finetune(context: typer.Context) -> None:
                 ("evaluation", helped(str | None, "rows to judge by; None: held out"), None),
                 ("split", helped(str | None, "of a dataset"), None),
                 ("evaluation_split", helped(str | None, "of a dataset"), None),
+                ("overwrite", helped(bool, "replace another run that output holds"), False),
                 flat(kind.settings_class()),
                 (
                     "training",
@@ -71,9 +72,12 @@ def finetune(context: typer.Context) -> None:
             training=given.training,
             split=given.split,
             evaluation_split=given.evaluation_split,
+            overwrite=given.overwrite,
         )
     print_metrics(result.metrics, json_wanted=False)
-    typer.echo(f"{result.samples_per_second:.1f} features a second, in {result.output}")
+    speed = result.samples_per_second
+    told = "finished before" if speed is None else f"{speed:.1f} features a second"
+    typer.echo(f"{told}, in {result.output}")
 
 
 def evaluate(context: typer.Context) -> None:
@@ -109,11 +113,12 @@ def predict(context: typer.Context) -> None:
 
 def _prepared(folder: str, rest: list[str], command: str, *more: tuple):
     """The arguments, and the command on the rows; the task's settings are the options' defaults."""
-    from fastbert.tasks import Predictor
     from fastbert.tasks.registry import read_task
 
     task = read_task(folder)
     given = parsed(command, rest, task.settings, *computing(32), *more)
+    from fastbert.tasks import Predictor
+
     rows = rows_of(given, partial(_read, task))
     predictor = Predictor(folder, accelerated=given.accelerated, **asdict(given.settings))
     return given, partial(getattr(predictor, command), rows, **forward_options(given))

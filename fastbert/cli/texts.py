@@ -77,7 +77,6 @@ def similarity(context: typer.Context) -> None:
     With --score COLUMN, Spearman's and Pearson's correlation with that column.
     """
     with errors_told():
-        from fastbert.embedder import Embedder
         from fastbert.tasks import read_rows
         from fastbert.tasks.similarity import (
             SimilaritySettings,
@@ -96,6 +95,8 @@ def similarity(context: typer.Context) -> None:
             ("overlong", helped(str, "truncate, stride or refuse longer texts"), "truncate"),
             ("stride", helped(int, "tokens that windows of a text share"), 32),
         )
+        from fastbert.embedder import Embedder
+
         rows = rows_of(given, read_rows)
         embedder = Embedder(
             folder,

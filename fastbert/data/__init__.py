@@ -6,44 +6,35 @@ each rank and `masked_batch` masks one. The collators offer the same masking to 
 Trainer.
 """
 
-from importlib import import_module
+from fastbert.lazy import exports
 
+# Workers that only tokenize need neither torch nor transformers.
 _EXPORTS = {
-    "Batch": "sequences",
-    "Corpus": "corpus",
-    "CorpusError": "reading",
-    "DataCollatorForLanguageModeling": "collators",
-    "DataCollatorForWholeWordMask": "collators",
-    "Documents": "documents",
-    "MaskedTokens": "masking",
-    "Masking": "masking",
-    "RateSchedule": "masking",
-    "Sequences": "sequences",
-    "SpecialTokens": "documents",
-    "TokenBudgetSampler": "sampler",
-    "Vocabulary": "vocabulary",
-    "concatenate": "sequences",
-    "geometric_lengths": "masking",
-    "inverse_lengths": "masking",
-    "mask_tokens": "masking",
-    "masked_batch": "sequences",
-    "next_sentence_pairs": "pairs",
-    "pack_sentences": "packing",
-    "pad_rows": "sequences",
-    "prepare": "preparation",
-    "sentence_order_pairs": "pairs",
-    "train_tokenizer": "tokenizer_training",
+    "Batch": ".sequences",
+    "Corpus": ".corpus",
+    "CorpusError": ".reading",
+    "DataCollatorForLanguageModeling": ".collators",
+    "DataCollatorForWholeWordMask": ".collators",
+    "Documents": ".documents",
+    "MaskedTokens": ".masking",
+    "Masking": ".masking",
+    "RateSchedule": ".masking",
+    "Sequences": ".sequences",
+    "SpecialTokens": ".documents",
+    "TokenBudgetSampler": ".sampler",
+    "Vocabulary": ".vocabulary",
+    "concatenate": ".sequences",
+    "geometric_lengths": ".masking",
+    "inverse_lengths": ".masking",
+    "mask_tokens": ".masking",
+    "masked_batch": ".sequences",
+    "next_sentence_pairs": ".pairs",
+    "pack_sentences": ".packing",
+    "pad_rows": ".sequences",
+    "prepare": ".preparation",
+    "sentence_order_pairs": ".pairs",
+    "train_tokenizer": ".tokenizer_training",
 }
 
 __all__ = sorted(_EXPORTS)
-
-
-def __getattr__(name: str):
-    # Workers that only tokenize need neither torch nor transformers.
-    if name not in _EXPORTS:
-        raise AttributeError(f"module 'fastbert.data' has no attribute {name!r}")
-    return getattr(import_module(f"fastbert.data.{_EXPORTS[name]}"), name)
-
-
-def __dir__():
-    return sorted({*globals(), *_EXPORTS})
+__getattr__, __dir__ = exports(__name__, _EXPORTS)

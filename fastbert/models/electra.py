@@ -83,7 +83,8 @@ class ElectraForPreTraining(Head, transformers.ElectraForPreTraining):
     of `ElectraModel`:
 
     Args:
-        labels: `(B, S)`, 1 where the token was replaced, else 0; of padding not looked at.
+        labels: `(B, S)`, 1 where the token was replaced, else 0, or a number between; of padding
+            not looked at. As in transformers nothing else is left out: -100 has no meaning.
         num_items_in_batch: denominator of the loss, as Trainer passes it under gradient
             accumulation; None: the tokens of this batch.
     """

@@ -1,5 +1,6 @@
 """`freeze(model)`: packed weights in the place of the originals, for serving on a CPU."""
 
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,6 +15,9 @@ from fastbert.models.post_norm import PostNormModel
 from fastbert.ops.encoder import pack_layers
 
 Pack = Callable[[Sequence[torch.Tensor], torch.dtype], list[torch.Tensor]]
+
+replacing = threading.Lock()
+"""Held while weights are replaced: of two threads that pack a layer one would find them gone."""
 
 
 def freeze(model: nn.Module) -> nn.Module:
@@ -30,8 +34,11 @@ def freeze(model: nn.Module) -> nn.Module:
     NotImplementedError: `train()`, `state_dict()` and saving, loading, pickling, a change of dtype
     or device, an optimizer over them, forwards that call the layers (hidden states, attentions,
     autocast, hooks, torch.compile) or compute padded positions. The encoder's parameters need no
-    gradient any more; embeddings can be resized, and copies by `copy.deepcopy` share the packed
-    weights.
+    gradient any more, and its outputs carry none; embeddings can be resized, and copies by
+    `copy.deepcopy` share the packed weights. `num_parameters()` counts the model's weights as
+    before, `get_memory_footprint()` the bytes that are held now.
+
+    Threads may freeze a model at once, which is then done once; a forward meanwhile may be refused.
 
     Args:
         model: in eval mode, on a CPU: a model or head of fastbert with post-norm layers (BERT,
@@ -47,8 +54,8 @@ def freeze(model: nn.Module) -> nn.Module:
             whole, as they cannot run DeBERTa and ModernBERT; the message says why. Nothing was
             changed then.
     """
-    encoders = encoders_of("freeze", model)
-    replace_weights(model, encoders, pack_layers)
+    with replacing:
+        replace_weights(model, encoders_of("freeze", model), pack_layers)
     return model
 
 

@@ -21,7 +21,7 @@ from fastbert.encoder import (
     is_unhooked,
 )
 from fastbert.models.accelerate import swap_classes
-from fastbert.models.inputs import check_labels, check_tensors
+from fastbert.models.inputs import check_label_dtype, check_labels, check_tensors
 from fastbert.models.linears import own_linear, own_linears
 from fastbert.models.loading import LoadsFolders
 from fastbert.models.losses import IGNORE_INDEX, mean_loss, rescaled_loss
@@ -173,7 +173,25 @@ def positions_like(inputs: dict, value: bool) -> torch.Tensor | None:
 
 class QuestionAnsweringHead(TaskHead):
     """A head whose softmax runs over all positions, so padded ones are computed as query-only
-    rows."""
+    rows.
+
+    As in transformers, a start or an end beyond the last position counts for nothing, and a
+    negative one, -100 too, means position 0.
+    """
+
+    def _check_labels(self, inputs):
+        shape = tokens_shape(inputs)
+        for name in ("start_positions", "end_positions"):
+            positions = inputs.get(name)
+            check_tensors(**{name: positions})
+            if positions is None or shape is None:
+                continue
+            check_label_dtype(name, positions)
+            if positions.shape not in ((shape[0],), (shape[0], 1)):
+                raise ValueError(
+                    f"{name} must have shape ({shape[0]},), a position for each text, got "
+                    f"{tuple(positions.shape)}"
+                )
 
     def rows_read(self, inputs):
         return positions_like(inputs, True)
@@ -434,6 +452,9 @@ class PreTrainingHead(VocabularyHead):
         return_dict = pop_return_dict(self.config, inputs)
         has_loss = labels is not None and pair_labels is not None
         labels = labels if has_loss else None
+        if has_loss:
+            check_tensors(**{self.pair_labels: pair_labels})
+            check_labels(pair_labels, 2, self.pair_labels)
         outputs = self.run_model(inputs, labels, label_rows)
         with own_linears(self):
             pair_logits = self.score_pairs(outputs.pooler_output)

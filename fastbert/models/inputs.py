@@ -27,25 +27,29 @@ def check_dtype(name: str, states: torch.Tensor, weight: torch.Tensor | None) ->
         )
 
 
-def check_labels(labels: torch.Tensor, num_classes: int) -> None:
+def check_labels(labels: torch.Tensor, num_classes: int, name: str = "labels") -> None:
     """Raises unless `labels`, of any shape, are classes or -100, which counts for nothing.
 
     Raises:
         TypeError: labels that are no integers.
         ValueError: one outside [0, num_classes), on a CPU.
     """
-    # As torch's cross-entropy takes them.
-    if labels.dtype not in (torch.int64, torch.uint8):
-        raise TypeError(
-            f"labels must be int64, the numbers of classes, got {labels.dtype} of shape "
-            f"{tuple(labels.shape)}; use labels.long()"
-        )
+    check_label_dtype(name, labels)
     if not dispatch.is_checkable(labels):
         return
     for label in labels[(labels != IGNORE_INDEX) & ((labels < 0) | (labels >= num_classes))][:1]:
         raise ValueError(
-            f"labels hold {int(label)}, but there are {num_classes} classes (0 to "
+            f"{name} hold {int(label)}, but there are {num_classes} classes (0 to "
             f"{num_classes - 1}, and {IGNORE_INDEX} for none); correct them or set num_labels"
+        )
+
+
+def check_label_dtype(name: str, labels: torch.Tensor) -> None:
+    """Raises TypeError unless torch's cross-entropy takes `labels` for numbers of classes."""
+    if labels.dtype not in (torch.int64, torch.uint8):
+        raise TypeError(
+            f"{name} must be int64, the numbers of classes, got {labels.dtype} of shape "
+            f"{tuple(labels.shape)}; use {name}.long()"
         )
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fastbert.encoder_inference import linears_of
-from fastbert.models.freeze import encoders_of, replace_weights
+from fastbert.models.freeze import encoders_of, replace_weights, replacing
 from fastbert.models.layers import PostNormLayer
 from fastbert.models.post_norm import PostNormModel
 from fastbert.ops.encoder import quantize_layers
@@ -16,17 +16,18 @@ from fastbert.ops.linear import check_quantization
 def quantize(model: nn.Module, mode: str) -> nn.Module:
     """Replaces the layers' weights of every fastbert encoder inside `model` by int8, in place.
 
-    Every output of a Linear has a scale of its own; embeddings, biases, norms, pooler and head stay
-    as they are, and attention is computed in the model's dtype. What is a multiple of 127th parts
-    of a row's largest magnitude is rounded:
+    Embeddings, biases, norms, pooler and head stay as they are, and attention is computed in the
+    model's dtype.
 
-    - `weight_only`: the weights alone. Products are those of bf16 (fp32 where the machine has no
-      bf16), whatever the model's dtype. A quarter of the memory of fp32 weights, half of bf16's:
-      for short texts one at a time, whose time goes into reading weights.
-    - `dynamic`: the input of each Linear too, by a scale of each token's, found as it is read.
-      Sums of whole numbers are exact, so a sentence's outputs are the same alone and in any batch
-      here as well. The fastest, on machines with int8 products (AMX, AVX512_VNNI), and the less
-      precise.
+    - `dynamic`: the input of each Linear is quantised as it is read, by a unit of each token's, and
+      so are its weights, by a unit of each output's; a token's two largest elements are multiplied
+      as they are. The fastest, on machines with int8 products (AMX, AVX512_VNNI).
+    - `weight_only`: the weights alone, by a unit for each 64 of an output's; the products are
+      bf16's (fp32's where the machine has none), whatever the model's dtype. The more precise, for
+      its memory: a quarter of fp32 weights.
+
+    Either way a sentence's outputs are the same bits alone and in any batch.
+    `fastbert.reference.quantized_linear` has the arithmetic.
 
     A quantised model is for inference only and refuses what a frozen one does (`fastbert.freeze`,
     whose rules hold here, but for the float32 matmul precision and the instruction set, which may
@@ -45,12 +46,12 @@ def quantize(model: nn.Module, mode: str) -> nn.Module:
             already, or weights that are no numbers. Nothing was changed then.
     """
     check_quantization("quantize", mode)
-    encoders = encoders_of("quantize", model)
-    for encoder in encoders:
-        for layer in encoder.packed_layers():
-            _check_layer(encoder, layer)
-    pack = functools.partial(_quantized, mode=mode)
-    replace_weights(model, encoders, pack)
+    with replacing:
+        encoders = encoders_of("quantize", model)
+        for encoder in encoders:
+            for layer in encoder.packed_layers():
+                _check_layer(encoder, layer)
+        replace_weights(model, encoders, functools.partial(_quantized, mode=mode))
     return model
 
 

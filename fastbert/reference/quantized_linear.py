@@ -67,4 +67,3 @@ def _bf16_unit(weight: torch.Tensor) -> torch.Tensor:
     """The unit of each row, rounded up."""
     bits = (weight.abs().amax(1, keepdim=True) / MOST).view(torch.int32)
     return ((bits + 0xFFFF) & -0x10000).view(torch.float32)
-

@@ -4,25 +4,22 @@
 `finetune_bi_encoder` and `finetune_cross_encoder` are for sentence-transformers.
 """
 
-from fastbert.tasks.finetuning import finetune
-from fastbert.tasks.prediction import Predictor
-from fastbert.tasks.recipe import TrainingSettings
-from fastbert.tasks.registry import TASKS
-from fastbert.tasks.reranking import CrossEncoderSettings, finetune_cross_encoder
-from fastbert.tasks.retrieval import BiEncoderSettings, finetune_bi_encoder
-from fastbert.tasks.runs import Finetuned
-from fastbert.tasks.tables import TaskError, read_rows
+from fastbert.lazy import exports
 
-__all__ = [
-    "TASKS",
-    "BiEncoderSettings",
-    "CrossEncoderSettings",
-    "Finetuned",
-    "Predictor",
-    "TaskError",
-    "TrainingSettings",
-    "finetune",
-    "finetune_bi_encoder",
-    "finetune_cross_encoder",
-    "read_rows",
-]
+# The help of commands needs neither torch nor transformers, which take seconds.
+_EXPORTS = {
+    "TASKS": ".registry",
+    "BiEncoderSettings": ".retrieval",
+    "CrossEncoderSettings": ".reranking",
+    "Finetuned": ".runs",
+    "Predictor": ".prediction",
+    "TaskError": ".tables",
+    "TrainingSettings": ".recipe",
+    "finetune": ".finetuning",
+    "finetune_bi_encoder": ".retrieval",
+    "finetune_cross_encoder": ".reranking",
+    "read_rows": ".tables",
+}
+
+__all__ = list(_EXPORTS)
+__getattr__, __dir__ = exports(__name__, _EXPORTS)

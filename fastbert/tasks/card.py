@@ -3,9 +3,6 @@
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-import transformers
-
 from fastbert.tasks.task import Task
 
 
@@ -26,6 +23,9 @@ def write_card(
         num_rows, num_judged: rows trained and judged on.
         pictures: captions of files beside the card, by their names.
     """
+    import torch
+    import transformers
+
     base = Path(base).name if Path(base).is_dir() else base
     shown = {k: v for k, v in asdict(training).items() if k != "progress"}
     lines = [

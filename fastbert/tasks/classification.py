@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import transformers
 
 from fastbert.tasks.correlations import correlations, number_in
-from fastbert.tasks.tables import TaskError, check_columns, check_texts
+from fastbert.tasks.tables import TaskError, check_columns, check_texts, check_varied
 from fastbert.tasks.task import (
     Encoded,
     Outcomes,
     Task,
     TaskSettings,
     features_of,
+    padding_collator,
     softmax,
     tokenize,
 )
@@ -70,6 +70,12 @@ class Classification(Task):
             raise TaskError(f"no row has a label in the column {self.settings.label!r}")
         return sorted(found)
 
+    def check_varied(self, rows):
+        if self.settings.problem == "regression":
+            check_varied((float(row[self.settings.label]) for row in rows), "number")
+        else:
+            check_varied((" and ".join(sorted(self._names(row))) for row in rows), "label")
+
     def check(self, rows, name, *, labelled):
         settings = self.settings
         columns = {"text": settings.text, "pair": settings.pair}
@@ -96,7 +102,7 @@ class Classification(Task):
         parts = value.split(";") if isinstance(value, str) else value
         return [str(part).strip() for part in parts if str(part).strip()]
 
-    def encode(self, rows, tokenizer, *, labelled):
+    def encode(self, rows, tokenizer, *, labelled, name="rows"):
         settings = self.settings
         second = None if settings.pair is None else [row[settings.pair] for row in rows]
         encoding, origins = tokenize(
@@ -105,6 +111,7 @@ class Classification(Task):
             second,
             max_length=settings.max_length,
             settings=settings,
+            name=name,
         )
         features = features_of(encoding)
         if labelled:
@@ -121,7 +128,7 @@ class Classification(Task):
         return [float(label in names) for label in self.labels]
 
     def collator(self, tokenizer):
-        return transformers.DataCollatorWithPadding(tokenizer)
+        return padding_collator(tokenizer)
 
     def model_options(self):
         return {
@@ -197,10 +204,12 @@ class Classification(Task):
 def _single_metrics(truth: Sequence[str], given: Sequence[str]) -> dict[str, float]:
     from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
+    # scikit-learn warns of a single label, of which it takes 0 for the correlation.
+    varied = len({*truth, *given}) > 1
     return {
         "accuracy": float(accuracy_score(truth, given)),
         "f1_macro": float(f1_score(truth, given, average="macro", zero_division=0)),
-        "matthews": float(matthews_corrcoef(truth, given)),
+        "matthews": float(matthews_corrcoef(truth, given)) if varied else 0.0,
     }
 
 

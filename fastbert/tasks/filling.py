@@ -4,13 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import transformers
-
-from fastbert.folders import check_folder
+from fastbert.folders import check_checkpoint
 from fastbert.tasks.forwards import forwards
 from fastbert.tasks.models import fast_tokenizer, load_network
 from fastbert.tasks.tables import TaskError, check_columns, check_texts
-from fastbert.tasks.task import TaskSettings, features_of, fitted, tokenize
+from fastbert.tasks.task import TaskSettings, features_of, fitted, padding_collator, tokenize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +54,7 @@ class FillMask:
         *,
         accelerated: bool = True,
     ):
-        check_folder("folder", folder)
+        check_checkpoint("folder", folder)
         settings = FillMaskSettings() if settings is None else settings
         self.tokenizer = fast_tokenizer(str(folder))
         if self.tokenizer.mask_token is None:
@@ -147,7 +145,7 @@ class FillMask:
                 wanted.setdefault(feature, []).append((row, place, position))
         used = sorted(wanted)
         found: list[dict[int, list[dict]]] = [{} for _ in chosen]
-        collator = transformers.DataCollatorWithPadding(self.tokenizer)
+        collator = padding_collator(self.tokenizer)
         used_features = [features[i] for i in used]
         for numbers, batch, outputs in forwards(self.model, used_features, collator, **options):
             # Padding may stand on the left.

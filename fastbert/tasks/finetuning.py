@@ -5,11 +5,11 @@ from pathlib import Path
 
 import transformers
 
-from fastbert.folders import check_folder
+from fastbert.folders import check_checkpoint
 from fastbert.tasks.card import write_card
 from fastbert.tasks.models import load_model, load_tokenizer
 from fastbert.tasks.plots import draw
-from fastbert.tasks.recipe import TrainingSettings, callbacks_of, optimizer_of, trainer_arguments
+from fastbert.tasks.recipe import TrainingSettings
 from fastbert.tasks.registry import task_class, write_description
 from fastbert.tasks.resuming import Checkpoints
 from fastbert.tasks.runs import (
@@ -23,6 +23,7 @@ from fastbert.tasks.runs import (
 )
 from fastbert.tasks.tables import TaskError
 from fastbert.tasks.task import Task, TaskSettings, fitted
+from fastbert.tasks.trainers import callbacks_of, optimizer_of, trainer_arguments
 
 
 def finetune(
@@ -36,10 +37,12 @@ def finetune(
     training: TrainingSettings | None = None,
     split: str | None = None,
     evaluation_split: str | None = None,
+    overwrite: bool = False,
 ) -> Finetuned:
     """Fine-tunes a checkpoint and writes the best epoch's model, its task and a card.
 
-    A run that was killed goes on from its last epoch when it is called again.
+    A run that was killed goes on from its last epoch when it is called again; of one that was
+    finished the metrics are given again.
 
     Args:
         task: one of `fastbert.tasks.TASKS`.
@@ -47,16 +50,17 @@ def finetune(
         train, evaluation: rows, or where `read_rows` finds them; of a GLUE task also its folder or
             dataset, which brings both. Without evaluation a tenth of the training rows is held out
             by the seed, and the log says so.
-        output: folder to write; what `finetune` wrote there before is replaced.
+        output: folder to write.
         settings: the task's columns and lengths. training: the recipe.
         split, evaluation_split: where train and evaluation are names of datasets.
+        overwrite: replace another run that output holds, and train a finished one anew.
 
     Raises:
-        TaskError: rows, columns, labels or settings that do not fit, or output holds another run
-            that was stopped; before anything is trained.
+        TaskError: rows, columns, labels or settings that do not fit, or output holds another run;
+            before anything is trained.
         OSError: no such checkpoint.
     """
-    check_folder("model", model)
+    check_checkpoint("model", model)
     kind = task_class(task)
     task = kind.name
     settings = kind.settings_class() if settings is None else settings
@@ -74,15 +78,22 @@ def finetune(
     found = rows_of_run(train, evaluation, split, evaluation_split, training.seed, worker.read)
     rows, held_out = found.train, found.held_out
     worker = _checked(kind, settings, found)
+    checkpoints = Checkpoints(
+        output, model, worker.description(), training, rows, held_out, overwrite=overwrite
+    )
+    done = checkpoints.done_before()
+    if done is not None:
+        return done
 
     tokenizer = load_tokenizer(worker, model)
     transformers.set_seed(training.seed)
     network = load_model(worker, model, new_head=True, accelerated=training.accelerated)
     worker.settings = fitted(settings, tokenizer, network.config)
 
-    features = worker.encode(rows, tokenizer, labelled=True).features
-    judged = worker.encode(held_out, tokenizer, labelled=True).by_length()
-    checkpoints = Checkpoints(output, model, worker.description(), training, rows, held_out)
+    # By the sources, so that a row that is refused has the number it has in its file.
+    encoded = [worker.encode(some, tokenizer, labelled=True, name=n) for n, some in found.sources]
+    features = encoded[0].of_rows(found.kept).features
+    judged = encoded[-1].of_rows(found.judged).by_length()
     trainer = _trainer(
         worker,
         network,
@@ -109,7 +120,7 @@ def finetune(
     answers = worker.answers(held_out, judged, predicted.predictions)
     pictures = draw(worker, held_out, answers, result)
     write_card(worker, result, training, model, len(rows), len(held_out), pictures)
-    checkpoints.remove()
+    checkpoints.finish()
     return result
 
 
@@ -118,6 +129,7 @@ def _checked(kind: type[Task], settings: TaskSettings, found: RunRows) -> Task:
     worker = kind(settings)
     name, rows = found.sources[0]
     worker.check(rows, name, labelled=True)
+    worker.check_varied(found.train)
     worker = kind(settings, worker.labels_of(found.train))
     # Held-out rows are told by the number they have in their file.
     name, rows = found.sources[-1]

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 
-import torch
-
 
 def forwards(
     model,
@@ -21,6 +19,7 @@ def forwards(
         features: not padded. collator: makes a batch of some.
         batch_size: features of a batch. bf16: autocast to it. progress: show a bar on stderr.
     """
+    import torch
     from tqdm import tqdm
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,10 +1,5 @@
 """The model of a task, with fastbert inside."""
 
-import transformers
-
-from fastbert import dispatch
-from fastbert.models.accelerate import accelerate
-from fastbert.models.attention_interface import register_attention
 from fastbert.tasks.tables import TaskError
 from fastbert.tasks.task import Task
 
@@ -24,6 +19,8 @@ def fast_tokenizer(folder: str, **options):
     Raises:
         TaskError: it is not a fast one, which alone knows where tokens come from.
     """
+    import transformers
+
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
     if not tokenizer.is_fast:
         raise TaskError(
@@ -63,6 +60,12 @@ def load_network(auto_class: str, folder: str, *, accelerated: bool, whole: bool
     Raises:
         TaskError: it has not.
     """
+    import transformers
+
+    from fastbert import dispatch
+    from fastbert.models.accelerate import accelerate
+    from fastbert.models.attention_interface import register_attention
+
     model, report = getattr(transformers, auto_class).from_pretrained(
         folder, output_loading_info=True, **options
     )

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import torch
-import transformers
 
 from fastbert.tasks.tables import TaskError, check_columns, check_texts
 from fastbert.tasks.task import (
@@ -17,6 +15,7 @@ from fastbert.tasks.task import (
     Task,
     TaskSettings,
     features_of,
+    padding_collator,
     softmax,
     tokenize,
 )
@@ -81,20 +80,22 @@ class MultipleChoice(Task):
                     f"{count - 1}, got {row[settings.label]!r}"
                 )
 
-    def encode(self, rows, tokenizer, *, labelled):
+    def encode(self, rows, tokenizer, *, labelled, name="rows"):
         settings = self.settings
         choices = [row[settings.choices] for row in rows]
+        count = len(choices[0])
         encoding, _ = tokenize(
             tokenizer,
             [row[settings.text] for row, given in zip(rows, choices, strict=True) for _ in given],
             [choice for given in choices for choice in given],
             max_length=settings.max_length,
             settings=settings,
-            name="text and choice",
+            name=name,
+            texts_of_row=count,
         )
-        flat, count = features_of(encoding), len(choices[0])
+        flat = features_of(encoding)
         features = [
-            {name: [one[name] for one in flat[i : i + count]] for name in flat[0]}
+            {field: [one[field] for one in flat[i : i + count]] for field in flat[0]}
             for i in range(0, len(flat), count)
         ]
         if labelled:
@@ -104,7 +105,7 @@ class MultipleChoice(Task):
 
     def collator(self, tokenizer):
         # transformers' own collator for this insists on labels.
-        return partial(_collated, transformers.DataCollatorWithPadding(tokenizer))
+        return partial(_collated, padding_collator(tokenizer))
 
     def answers(self, rows, encoded, logits):
         answers: list[dict] = [{} for _ in rows]
@@ -128,8 +129,10 @@ class MultipleChoice(Task):
         return Outcomes(confidence=[max(a["scores"]) for a in answers], right=right)
 
 
-def _collated(pad, features: list[dict]) -> dict[str, torch.Tensor]:
+def _collated(pad, features: list[dict]) -> dict:
     """Choices padded together: `(B, choices, S)`."""
+    import torch
+
     flat = [
         {name: feature[name][i] for name in feature if name != "labels"}
         for feature in features

@@ -6,13 +6,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from fastbert.models.accelerate import accelerate
 from fastbert.tasks.card import picture_lines
 from fastbert.tasks.correlations import number_in
 from fastbert.tasks.plots import draw_history
-from fastbert.tasks.recipe import TrainingSettings, callbacks_of, optimizer_of, trainer_arguments
+from fastbert.tasks.recipe import TrainingSettings
 from fastbert.tasks.registry import write_description
 from fastbert.tasks.resuming import Checkpoints
 from fastbert.tasks.runs import (
@@ -23,7 +21,7 @@ from fastbert.tasks.runs import (
     rows_of_run,
     write_metrics,
 )
-from fastbert.tasks.tables import TaskError, check_columns, check_texts
+from fastbert.tasks.tables import TaskError, check_columns, check_texts, check_varied
 
 logger = logging.getLogger("fastbert")
 
@@ -55,29 +53,39 @@ class PairSettings:
             raise TaskError(f"max_length must be at least 8, got {self.max_length}")
 
 
-def checked_rows(
+def checked_run(
+    task: str,
+    model: str,
     sources: tuple,
     splits: tuple,
     output: str | Path,
     settings: PairSettings,
     training: TrainingSettings,
+    *,
+    overwrite: bool,
     **checks,
-) -> tuple[Path, RunRows]:
-    """The folder to write and the rows.
+) -> tuple[Checkpoints, RunRows]:
+    """The checkpoints of a run and its rows.
 
     Args:
+        task: the encoder's name. model: what it starts from.
         sources, splits: of training and evaluation.
-        output, settings, training: of the run.
+        output, settings, training, overwrite: of the run.
         checks: arguments of `check`.
 
     Raises:
-        TaskError: what does not fit, with its row.
+        TaskError: what does not fit, with its row; output holds another run.
     """
     folder = output_folder(output)
-    rows = rows_of_run(*sources, *splits, training.seed)
-    for name, some in rows.sources:
+    found = rows_of_run(*sources, *splits, training.seed)
+    for name, some in found.sources:
         check(some, settings, name, **checks)
-    return folder, rows
+    if settings.score is not None:
+        check_varied((float(row[settings.score]) for row in found.train), "score", "score")
+    description = {"task": task, "settings": asdict(settings)}
+    rows = (found.train, found.held_out)
+    checkpoints = Checkpoints(folder, model, description, training, *rows, overwrite=overwrite)
+    return checkpoints, found
 
 
 def check(
@@ -123,17 +131,26 @@ def check_lengths(tokenizer, texts: Sequence, settings: PairSettings, name: str)
         f"tokens (up to {lengths.max()})"
     )
     if settings.overlong == "refuse":
-        raise TaskError(f"{found}; raise max_length, shorten them, or choose overlong truncate")
+        raise TaskError(
+            f"{found}, the first in row {int(overlong[0]) + 1}; raise max_length, shorten them, or "
+            "choose overlong truncate"
+        )
     logger.warning("%s and are truncated", found)
 
 
 def device() -> str:
     """Where sentence-transformers shall compute."""
+    import torch
+
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def judged(network, evaluator, *, accelerated: bool = True, bf16: bool = False) -> dict[str, float]:
     """What an evaluator says of a sentence-transformers model."""
+    import torch
+
+    from fastbert.models.accelerate import accelerate
+
     network = accelerate(network) if accelerated else network
     with torch.autocast(network.device.type, torch.bfloat16, enabled=bf16):
         return _plain(evaluator(network))
@@ -163,6 +180,9 @@ def run(
         best: the evaluator's metric that chooses the epoch.
         dataset, loss, evaluator: for the Trainer.
     """
+    from fastbert.models.accelerate import accelerate
+    from fastbert.tasks.trainers import callbacks_of, optimizer_of, trainer_arguments
+
     trainer_kind, arguments_kind = kinds
     trainer = trainer_kind(
         model=accelerate(network) if training.accelerated else network,
@@ -194,8 +214,8 @@ def run(
     with (folder / "README.md").open("a", encoding="utf-8") as card:
         card.write("\n".join(["", *picture_lines(pictures)]))
     write_description({"task": task, "settings": asdict(settings)}, folder)
-    write_metrics(result, settings=asdict(settings), training=asdict(training))
-    checkpoints.remove()
+    write_metrics(result)
+    checkpoints.finish()
     return result
 
 

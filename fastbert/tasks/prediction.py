@@ -56,7 +56,7 @@ class Predictor:
         if not rows:
             return []
         self.task.check(rows, name, labelled=False)
-        encoded = self.task.encode(rows, self.tokenizer, labelled=False)
+        encoded = self.task.encode(rows, self.tokenizer, labelled=False, name=name)
         encoded = encoded.by_length() if by_length else encoded
         with tempfile.TemporaryDirectory() as folder:
             trainer = transformers.Trainer(

@@ -12,10 +12,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import transformers
 
 from fastbert.tasks.tables import TaskError, check_columns, check_texts
-from fastbert.tasks.task import Encoded, Task, TaskSettings, features_of, softmax, tokenize
+from fastbert.tasks.task import (
+    Encoded,
+    Task,
+    TaskSettings,
+    features_of,
+    padding_collator,
+    softmax,
+    tokenize,
+)
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -97,7 +104,7 @@ class QuestionAnswering(Task):
                     f"holds {context[start : start + len(text)]!r}"
                 )
 
-    def encode(self, rows, tokenizer, *, labelled):
+    def encode(self, rows, tokenizer, *, labelled, name="rows"):
         settings = self.settings
         encoding, origins = tokenize(
             tokenizer,
@@ -107,7 +114,7 @@ class QuestionAnswering(Task):
             max_length=settings.max_length,
             settings=settings,
             cut="only_second",
-            name="question and context",
+            name=name,
             return_offsets_mapping=True,
         )
         features, places = features_of(encoding), []
@@ -139,7 +146,7 @@ class QuestionAnswering(Task):
         return int(tokens[0][0]), int(tokens[1][-1])
 
     def collator(self, tokenizer):
-        return transformers.DataCollatorWithPadding(tokenizer)
+        return padding_collator(tokenizer)
 
     def answers(self, rows, encoded, logits):
         spans: list[dict[tuple[int, int], float]] = [{} for _ in rows]

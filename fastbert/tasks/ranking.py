@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import transformers
 from scipy.special import expit
 
-from fastbert.folders import check_folder
+from fastbert.folders import check_checkpoint
 from fastbert.tasks.forwards import forwards
 from fastbert.tasks.models import fast_tokenizer, load_network
 from fastbert.tasks.tables import TaskError, check_columns, check_texts
-from fastbert.tasks.task import TaskSettings, features_of, fitted, tokenize
+from fastbert.tasks.task import TaskSettings, features_of, fitted, padding_collator, tokenize
 
 ACTIVATIONS = {"Sigmoid": expit, "Identity": lambda scores: scores}
 
@@ -62,7 +61,7 @@ class Reranker:
         *,
         accelerated: bool = True,
     ):
-        check_folder("folder", folder)
+        check_checkpoint("folder", folder)
         settings = RerankSettings() if settings is None else settings
         self.tokenizer = fast_tokenizer(str(folder))
         self.model = load_network(
@@ -103,9 +102,10 @@ class Reranker:
             max_length=self.settings.max_length,
             settings=self.settings,
             name=name,
+            unit="pair",
         )
         features = features_of(encoding)
-        collator = transformers.DataCollatorWithPadding(self.tokenizer)
+        collator = padding_collator(self.tokenizer)
         scores = np.full(len(pairs), -np.inf)
         options = {"batch_size": batch_size, "bf16": bf16, "progress": progress}
         for numbers, _, outputs in forwards(self.model, features, collator, **options):

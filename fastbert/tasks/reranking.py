@@ -8,18 +8,14 @@ and LambdaLoss over the passages of a query (Wang et al. 2018, NDCG-Loss2++).
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-import transformers
-from torch import nn
-
-from fastbert.folders import check_folder
+from fastbert.folders import check_checkpoint
 from fastbert.tasks import pairs
 from fastbert.tasks.correlations import UNBOUNDED
 from fastbert.tasks.pairs import PairSettings
 from fastbert.tasks.recipe import TrainingSettings
-from fastbert.tasks.resuming import Checkpoints
 from fastbert.tasks.runs import Finetuned
 from fastbert.tasks.tables import TaskError
 
@@ -63,6 +59,7 @@ def finetune_cross_encoder(
     training: TrainingSettings | None = None,
     split: str | None = None,
     evaluation_split: str | None = None,
+    overwrite: bool = False,
 ) -> Finetuned:
     """Trains a sentence-transformers cross-encoder on scores and keeps the best epoch's.
 
@@ -73,21 +70,26 @@ def finetune_cross_encoder(
     Args, Returns, Raises: as `finetune_bi_encoder`; `CrossEncoder(output)` loads the folder. Its
     scores are probabilities after `binary`, and numbers without bounds after the others.
     """
+    check_checkpoint("model", model)
+    import transformers
     from sentence_transformers import CrossEncoder
     from sentence_transformers.cross_encoder import (
         CrossEncoderTrainer,
         CrossEncoderTrainingArguments,
     )
+    from torch import nn
 
-    check_folder("model", model)
     settings = CrossEncoderSettings() if settings is None else settings
     training = TrainingSettings() if training is None else training
-    folder, found = pairs.checked_rows(
+    checkpoints, found = pairs.checked_run(
+        "cross-encoder",
+        model,
         (train, evaluation),
         (split, evaluation_split),
         output,
         settings,
         training,
+        overwrite=overwrite,
         bounds=BOUNDS[settings.loss],
     )
     rows, held_out = found.train, found.held_out
@@ -98,6 +100,9 @@ def finetune_cross_encoder(
             f"{found.sources[-1][0]}: no query has both a hit and another passage, so there is no "
             f"order to judge; a hit has a score of {settings.relevant:g} or more (relevant)"
         )
+    done = checkpoints.done_before()
+    if done is not None:
+        return done
     transformers.set_seed(training.seed)
     network = CrossEncoder(
         model,
@@ -109,8 +114,6 @@ def finetune_cross_encoder(
     for name, some in found.sources:
         texts = [(row[settings.first], row[settings.second]) for row in some]
         pairs.check_lengths(network.tokenizer, texts, settings, name)
-    task = {"task": "cross-encoder", **asdict(settings)}
-    checkpoints = Checkpoints(folder, model, task, training, rows, held_out)
     return pairs.run(
         "cross-encoder",
         (CrossEncoderTrainer, CrossEncoderTrainingArguments),

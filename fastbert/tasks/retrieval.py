@@ -5,16 +5,13 @@ A bi-encoder gives every text a vector; in training the other rows of a batch ar
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-import transformers
-
-from fastbert.folders import check_folder
+from fastbert.folders import check_checkpoint
 from fastbert.tasks import pairs
 from fastbert.tasks.pairs import PairSettings
 from fastbert.tasks.recipe import TrainingSettings
-from fastbert.tasks.resuming import Checkpoints
 from fastbert.tasks.runs import Finetuned
 from fastbert.tasks.tables import TaskError
 
@@ -53,6 +50,7 @@ def finetune_bi_encoder(
     training: TrainingSettings | None = None,
     split: str | None = None,
     evaluation_split: str | None = None,
+    overwrite: bool = False,
 ) -> Finetuned:
     """Trains a sentence-transformers model and keeps the best epoch's.
 
@@ -62,33 +60,42 @@ def finetune_bi_encoder(
 
     Args:
         model: a sentence-transformers model or a bare encoder, whose tokens are then averaged.
-        train, evaluation, output, training, split, evaluation_split: as `fastbert.tasks.finetune`.
+        train, evaluation, output, training, split, evaluation_split, overwrite: as
+            `fastbert.tasks.finetune`.
         settings: columns and loss.
 
     Returns:
         What `finetune` returns; `SentenceTransformer(output)` loads the folder.
 
     Raises:
-        TaskError: rows, columns or settings that do not fit, before anything is trained.
+        TaskError: rows, columns or settings that do not fit, or output holds another run; before
+            anything is trained.
     """
+    check_checkpoint("model", model, owner="sentence-transformers")
+    import transformers
     from sentence_transformers import (
         SentenceTransformer,
         SentenceTransformerTrainer,
         SentenceTransformerTrainingArguments,
     )
 
-    check_folder("model", model)
     settings = BiEncoderSettings() if settings is None else settings
     training = TrainingSettings() if training is None else training
-    folder, found = pairs.checked_rows(
+    checkpoints, found = pairs.checked_run(
+        "bi-encoder",
+        model,
         (train, evaluation),
         (split, evaluation_split),
         output,
         settings,
         training,
+        overwrite=overwrite,
         bounds=(-1, 1),
         negative=settings.negative,
     )
+    done = checkpoints.done_before()
+    if done is not None:
+        return done
     rows, held_out = found.train, found.held_out
     transformers.set_seed(training.seed)
     network = SentenceTransformer(model, device=pairs.device())
@@ -96,8 +103,6 @@ def finetune_bi_encoder(
     for name, some in found.sources:
         for column in _columns(settings).values():
             pairs.check_lengths(network.tokenizer, [r[column] for r in some], settings, name)
-    task = {"task": "bi-encoder", **asdict(settings)}
-    checkpoints = Checkpoints(folder, model, task, training, rows, held_out)
     return pairs.run(
         "bi-encoder",
         (SentenceTransformerTrainer, SentenceTransformerTrainingArguments),

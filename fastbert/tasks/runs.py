@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from fastbert.tasks.tables import TaskError, read_rows
 logger = logging.getLogger("fastbert")
 
 METRICS = "metrics.json"
+RUN = "run.json"
 CHECKPOINTS = "checkpoints"
 HELD_OUT = 0.1
 
@@ -24,13 +26,14 @@ class Finetuned:
         metrics: of the best checkpoint, on the evaluation rows.
         history: one mapping an epoch: training loss and metrics.
         seconds: of training, evaluations included. samples_per_second: as Trainer counts them.
+            None in both: the run was finished before, and nothing was trained.
     """
 
     output: Path
     metrics: dict[str, float]
     history: list[dict]
-    seconds: float
-    samples_per_second: float
+    seconds: float | None
+    samples_per_second: float | None
 
 
 @dataclass(frozen=True)
@@ -38,14 +41,25 @@ class RunRows:
     """Rows of a run, whole and as they are used.
 
     Attributes:
-        train, held_out: rows to train and rows to judge by.
         sources: the one or the two they come from, that of the training rows first: its name in
             messages, such as `films.csv (train)`, and all its rows.
+        kept, judged: numbers, from 0, of the rows to train and of those to judge by, each in the
+            source it comes from.
     """
 
-    train: list[dict]
-    held_out: list[dict]
     sources: list[tuple[str, list[dict]]]
+    kept: Sequence[int]
+    judged: Sequence[int]
+
+    @property
+    def train(self) -> list[dict]:
+        """Rows to train."""
+        return [self.sources[0][1][i] for i in self.kept]
+
+    @property
+    def held_out(self) -> list[dict]:
+        """Rows to judge by."""
+        return [self.sources[-1][1][i] for i in self.judged]
 
 
 def output_folder(output: str | Path) -> Path:
@@ -56,9 +70,12 @@ def output_folder(output: str | Path) -> Path:
     """
     output = Path(output)
     found = {path.name for path in output.iterdir()} if output.exists() else set()
-    # Checkpoints alone are those of a run that was stopped.
-    if METRICS not in found and found - {CHECKPOINTS}:
-        raise TaskError(f"{output} holds something else than a fine-tuned model; name a new folder")
+    # Of a run that was stopped before its first epoch was saved there is nothing else.
+    is_run = (output / RUN).is_file() or (output / CHECKPOINTS / RUN).is_file()
+    if not is_run and found - {CHECKPOINTS}:
+        raise TaskError(
+            f"{output} holds something else than a run of finetune (no {RUN}); name a new folder"
+        )
     return output
 
 
@@ -79,7 +96,7 @@ def rows_of_run(
     name, rows = source = _read("train", train, split, read)
     if evaluation is not None:
         judged = _read("evaluation", evaluation, evaluation_split, read)
-        return RunRows(rows, judged[1], [source, judged])
+        return RunRows([source, judged], range(len(rows)), range(len(judged[1])))
     order = np.random.default_rng(seed).permutation(len(rows))
     count = max(1, round(HELD_OUT * len(rows)))
     if count >= len(rows):
@@ -87,8 +104,7 @@ def rows_of_run(
             f"{name}: {len(rows)} rows are too few to hold some out; name evaluation rows"
         )
     logger.info("no evaluation rows were named: %d of %d rows are held out", count, len(rows))
-    kept, held_out = sorted(order[count:]), sorted(order[:count])
-    return RunRows([rows[i] for i in kept], [rows[i] for i in held_out], [source])
+    return RunRows([source], sorted(order[count:].tolist()), sorted(order[:count].tolist()))
 
 
 def _read(argument: str, source, split, read) -> tuple[str, list[dict]]:
@@ -121,7 +137,13 @@ def epochs_of(log: list[dict]) -> list[dict]:
     return list(epochs.values())
 
 
-def write_metrics(result: Finetuned, **more) -> None:
-    """Writes metrics.json, by which `output_folder` knows a folder again."""
-    record = {"metrics": result.metrics, "history": result.history, **more}
+def write_metrics(result: Finetuned) -> None:
+    """Writes what `read_metrics` reads."""
+    record = {"metrics": result.metrics, "history": result.history}
     (result.output / METRICS).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def read_metrics(output: Path) -> Finetuned:
+    """What a finished run gave."""
+    record = json.loads((output / METRICS).read_text())
+    return Finetuned(output, record["metrics"], record["history"], None, None)

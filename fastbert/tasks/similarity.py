@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastbert.embedder import Embedder
 from fastbert.tasks.correlations import correlations, number_in
 from fastbert.tasks.tables import check_columns, check_texts
+
+if TYPE_CHECKING:
+    from fastbert.embedder import Embedder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +28,7 @@ class SimilaritySettings:
 
 
 def similarities(
-    embedder: Embedder,
+    embedder: "Embedder",
     rows: Sequence[dict],
     settings: SimilaritySettings | None = None,
     *,

@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".conll", ".json")
@@ -104,6 +104,25 @@ def check_texts(rows: Sequence[dict], columns: Sequence[str | None], name: str) 
                 raise TaskError(
                     f"{name}, row {number}: {column!r} must be text, got {row[column]!r}"
                 )
+
+
+def check_varied(labels: Iterable, what: str, option: str = "label") -> None:
+    """Training rows have not all the same label, of which a model would learn nothing.
+
+    Args:
+        labels: of the training rows. what: they are called.
+        option: names their column.
+
+    Raises:
+        TaskError: they have.
+    """
+    found = set(labels)
+    if len(found) == 1:
+        raise TaskError(
+            f"all training rows have the {what} {found.pop()!r}, so there is nothing to learn; add "
+            f"rows with another {what}, or name the right column by --{option} COLUMN ({option}= "
+            "in Python)"
+        )
 
 
 def _csv_rows(path: Path, **dialect) -> Iterator[dict]:

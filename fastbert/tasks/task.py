@@ -56,6 +56,16 @@ class Encoded:
     rows: list[int]
     places: list = field(default_factory=list)
 
+    def of_rows(self, rows: Sequence[int]) -> "Encoded":
+        """Features of these rows alone, which are counted by their places in the list."""
+        numbers = {row: number for number, row in enumerate(rows)}
+        chosen = [i for i, row in enumerate(self.rows) if row in numbers]
+        return Encoded(
+            [self.features[i] for i in chosen],
+            [numbers[self.rows[i]] for i in chosen],
+            [self.places[i] for i in chosen] if self.places else [],
+        )
+
     def by_length(self) -> "Encoded":
         """The longest first, so that a batch holds little padding."""
         # Of a feature that holds several sequences, the longest makes the padding.
@@ -123,12 +133,17 @@ class Task:
         """The labels that training rows hold, sorted."""
         return []
 
+    def check_varied(self, rows: Sequence[dict]) -> None:
+        """Raises TaskError where checked training rows have all the same label."""
+
     def check(self, rows: Sequence[dict], name: str, *, labelled: bool) -> None:
         """Raises TaskError where a row lacks a column or holds what the task cannot use."""
         raise NotImplementedError
 
-    def encode(self, rows: Sequence[dict], tokenizer, *, labelled: bool) -> Encoded:
-        """Features of checked rows; `labelled` ones have `labels`."""
+    def encode(
+        self, rows: Sequence[dict], tokenizer, *, labelled: bool, name: str = "rows"
+    ) -> Encoded:
+        """Features of checked rows; `labelled` ones have `labels`. name: of them, for messages."""
         raise NotImplementedError
 
     def collator(self, tokenizer):
@@ -192,7 +207,9 @@ def tokenize(
     max_length: int,
     settings: TaskSettings,
     cut: str = "longest_first",
-    name: str = "text",
+    name: str = "rows",
+    unit: str = "row",
+    texts_of_row: int = 1,
     **options,
 ):
     """Tokenized rows, with the overlong ones treated as the settings say.
@@ -203,7 +220,8 @@ def tokenize(
         max_length: tokens of a feature.
         settings: for `overlong` and `stride`.
         cut: which of a pair is cut, as transformers' `truncation`; under stride it is the second.
-        name: of the texts, for messages.
+        name: of the rows, for messages. unit: what one is called there.
+        texts_of_row: so many texts, one after the other, come from one.
         options: of the tokenizer.
 
     Returns:
@@ -217,19 +235,20 @@ def tokenize(
     overlong = np.flatnonzero(lengths > max_length)
     if not len(overlong):
         return whole, list(range(len(lengths)))
-    worst = int(lengths.argmax())
+    number, longest = int(overlong[0]), int(lengths.argmax())
+    concerned = f"{len(set(overlong // texts_of_row))} of {len(lengths) // texts_of_row} {unit}s"
     if settings.overlong == "refuse":
         raise TaskError(
-            f"{name}, row {int(overlong[0]) + 1} has {int(lengths[overlong[0]])} tokens, at most "
-            f"{max_length} are taken ({len(overlong)} of {len(lengths)} rows are too long, row "
-            f"{worst + 1} has {int(lengths[worst])}); shorten them, raise max_length, or choose "
-            "overlong truncate or stride"
+            f"{name}, {unit} {number // texts_of_row + 1} has {int(lengths[number])} tokens, at "
+            f"most {max_length} are taken ({concerned} are too long, {unit} "
+            f"{longest // texts_of_row + 1} has {int(lengths[longest])}); shorten them, raise "
+            "max_length, or choose overlong truncate or stride"
         )
     strided = settings.overlong == "stride"
     done = "cut into overlapping features" if strided else "truncated"
     logger.warning(
-        "%s: %d of %d rows have more than %d tokens (up to %d) and are %s",
-        *(name, len(overlong), len(lengths), max_length, int(lengths[worst]), done),
+        "%s: %s have more than %d tokens (up to %d) and are %s",
+        *(name, concerned, max_length, int(lengths[longest]), done),
     )
     options["truncation"] = cut
     if strided:
@@ -251,6 +270,13 @@ def features_of(encoding) -> list[dict]:
     """One mapping a feature, of what the model takes; masks are the collator's."""
     names = [n for n in ("input_ids", "token_type_ids") if n in encoding]
     return [{n: encoding[n][i] for n in names} for i in range(len(encoding["input_ids"]))]
+
+
+def padding_collator(tokenizer):
+    """Makes a batch of features by padding them to the longest."""
+    import transformers
+
+    return transformers.DataCollatorWithPadding(tokenizer)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

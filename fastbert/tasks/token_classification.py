@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import transformers
 
-from fastbert.padding import IGNORE_INDEX
-from fastbert.tasks.tables import TaskError, check_columns
+from fastbert.tasks.tables import TaskError, check_columns, check_varied
 from fastbert.tasks.task import (
     Encoded,
     Outcomes,
@@ -56,6 +54,9 @@ class TokenClassification(Task):
     def labels_of(self, rows):
         return sorted({tag for row in rows for tag in row[self.settings.tags]})
 
+    def check_varied(self, rows):
+        check_varied((tag for row in rows for tag in row[self.settings.tags]), "tag", "tags")
+
     def check(self, rows, name, *, labelled):
         settings = self.settings
         check_columns(rows, {"tokens": settings.tokens}, name)
@@ -92,14 +93,16 @@ class TokenClassification(Task):
         words = row[self.settings.tokens]
         return words.split() if isinstance(words, str) else list(words)
 
-    def encode(self, rows, tokenizer, *, labelled):
+    def encode(self, rows, tokenizer, *, labelled, name="rows"):
+        from fastbert.padding import IGNORE_INDEX
+
         encoding, origins = tokenize(
             tokenizer,
             [self._words(row) for row in rows],
             None,
             max_length=self.settings.max_length,
             settings=self.settings,
-            name="tokens",
+            name=name,
             is_split_into_words=True,
         )
         features, places = features_of(encoding), []
@@ -119,6 +122,8 @@ class TokenClassification(Task):
         return Encoded(features, list(origins), places)
 
     def collator(self, tokenizer):
+        import transformers
+
         return transformers.DataCollatorForTokenClassification(tokenizer)
 
     def answers(self, rows, encoded, logits):

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from fastbert.tasks.finetuning import finetune
 from fastbert.tasks.registry import TASKS, task_class
 from fastbert.tasks.reranking import (
     CrossEncoderSettings,
@@ -12,6 +11,7 @@ from fastbert.tasks.reranking import (
     finetune_cross_encoder,
 )
 from fastbert.tasks.retrieval import BiEncoderSettings, evaluate_bi_encoder, finetune_bi_encoder
+from fastbert.tasks.runs import Finetuned
 from fastbert.tasks.tables import TaskError
 
 
@@ -36,6 +36,13 @@ ENCODERS = {
 NAMES = (*TASKS, *ENCODERS)
 
 
+def _finetune(task: str, *arguments, **options) -> Finetuned:
+    # Its imports take seconds, for which help need not wait.
+    from fastbert.tasks.finetuning import finetune
+
+    return finetune(task, *arguments, **options)
+
+
 def training_named(name: str) -> Training:
     """
     Raises:
@@ -44,6 +51,6 @@ def training_named(name: str) -> Training:
     if name in ENCODERS:
         return ENCODERS[name]
     try:
-        return Training(task_class(name).settings_class, partial(finetune, name))
+        return Training(task_class(name).settings_class, partial(_finetune, name))
     except TaskError as error:
         raise TaskError(f"{error}, {', '.join(ENCODERS)}") from error

@@ -56,15 +56,15 @@ def run(settings: dict) -> None:
     pretrain(config_from(settings))
 
 
-def finetune_rows(kind: str, base: str, rows: list[dict], output: str, training: dict) -> None:
+def finetune_rows(kind: str, base: str, rows: list[dict], output: str, training: dict, **options):
     """A fine-tuning, in one thread, judged by the last quarter of the rows."""
     from fastbert.tasks import TrainingSettings
     from fastbert.tasks.trainings import training_named
 
     torch.set_num_threads(1)
     first = len(rows) * 3 // 4
-    options = {"output": output, "training": TrainingSettings(**training)}
-    training_named(kind).run(base, rows[:first], rows[first:], **options)
+    options |= {"output": output, "training": TrainingSettings(**training)}
+    return training_named(kind).run(base, rows[:first], rows[first:], **options)
 
 
 def run_distillation(settings: dict) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fastbert.folders import check_folder
+from fastbert.folders import check_checkpoint
 
 READY = Path(__file__).parent / "configs"
 
@@ -144,10 +144,13 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Held-out loss, accuracy and perplexity of masked tokens."""
+    """Figures on `data.heldout`: loss, accuracy and perplexity of masked tokens, also where pairs
+    are trained; of replaced tokens both losses, accuracy and the share that was found."""
 
     every: int = 10_000
+    """Steps; also after the last one."""
     batches: int = 50
+    """At most; of each process."""
     average: bool = False
     """Of the averaged weights instead; see `average_decay`."""
 
@@ -322,17 +325,17 @@ def config_from(
 
     if not isinstance(data, dict):
         raise ConfigError(f"{source} must hold keys and values, got {type(data).__name__}")
-    unknown = _unknown_keys(data, kind, "")
-    if unknown:
-        raise ConfigError("\n".join(f"{source}: {line}" for line in unknown))
+    faults = _unknown_keys(data, kind, "")
     try:
-        return pydantic.TypeAdapter(kind).validate_python(data)
+        config = pydantic.TypeAdapter(kind).validate_python(data)
     except pydantic.ValidationError as error:
-        lines = [
-            f"{source}: {'.'.join(str(part) for part in e['loc'])}: {e['msg']}, got {e['input']!r}"
+        faults += [
+            f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}, got {e['input']!r}"
             for e in error.errors()
         ]
-        raise ConfigError("\n".join(lines)) from error
+    if faults:
+        raise ConfigError("\n".join(f"{source}: {fault}" for fault in faults))
+    return config
 
 
 def _unknown_keys(data: dict, kind: type, where: str) -> list[str]:
@@ -414,7 +417,7 @@ def _faults_of_model(config: PretrainConfig) -> list[str]:
         "model.vocab_multiple_of",
     )
     if model.init_from is not None:
-        return faults + _faults_of_folder("model.init_from", model.init_from)
+        return faults + _faults_of_checkpoint("model.init_from", model.init_from)
     if model.hidden_size % max(model.num_attention_heads, 1):
         faults.append(
             f"model.hidden_size {model.hidden_size} must be a multiple of "
@@ -471,9 +474,9 @@ def generator_sizes(config: PretrainConfig) -> dict[str, int]:
     return sizes | {"num_hidden_layers": generator.num_hidden_layers or model.num_hidden_layers}
 
 
-def _faults_of_folder(name: str, folder: str) -> list[str]:
+def _faults_of_checkpoint(name: str, checkpoint: str) -> list[str]:
     try:
-        check_folder(name, folder)
+        check_checkpoint(name, checkpoint, tokenizer=False)
     except FileNotFoundError as error:
         return [str(error)]
     return []
@@ -487,7 +490,7 @@ def _faults_of_distillation(config: DistillConfig) -> list[str]:
             "file"
         )
     else:
-        faults += _faults_of_folder("distillation.teacher", settings.teacher)
+        faults += _faults_of_checkpoint("distillation.teacher", settings.teacher)
     if not 0 < settings.temperature < math.inf:
         faults.append(f"distillation.temperature must be above 0, got {settings.temperature}")
     for name in ("soft_weight", "mlm_weight", "cosine_weight"):
@@ -560,10 +563,12 @@ def _faults_of_data(config: PretrainConfig) -> list[str]:
 def _faults_of_schedule(config: PretrainConfig) -> list[str]:
     schedule, steps = config.schedule, config.num_steps
     faults = []
-    if not 0 <= schedule.warmup_steps <= steps:
+    fits = 0 <= schedule.warmup_steps <= steps
+    if not fits:
         faults.append(
             f"schedule.warmup_steps must lie in 0 to the {steps} steps of all phases, got "
-            f"{schedule.warmup_steps}"
+            f"{schedule.warmup_steps}; give --schedule.warmup-steps {max(steps, 0) // 10}, say, or "
+            "more steps"
         )
     if not 0 <= schedule.final_share <= 1:
         faults.append(f"schedule.final_share must be between 0 and 1, got {schedule.final_share}")
@@ -571,8 +576,10 @@ def _faults_of_schedule(config: PretrainConfig) -> list[str]:
         faults.append(f"schedule.power must be above 0, got {schedule.power}")
     if (schedule.kind == "wsd") != (schedule.decay_steps is not None):
         faults.append("schedule.decay_steps belongs to kind wsd: set both or neither")
-    elif schedule.decay_steps is not None and not (
-        1 <= schedule.decay_steps <= steps - schedule.warmup_steps
+    elif (
+        fits
+        and schedule.decay_steps is not None
+        and not (1 <= schedule.decay_steps <= steps - schedule.warmup_steps)
     ):
         faults.append(
             f"schedule.decay_steps must lie in 1 to the {steps - schedule.warmup_steps} steps "
@@ -595,28 +602,3 @@ def _value(config: PretrainConfig, dotted: str):
     for name in dotted.split("."):
         value = getattr(value, name)
     return value
-
-
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Lines for the settings in which two runs differ, but for the free ones.
-
-    Args:
-        old, new: of `PretrainConfig.to_dict`.
-    """
-    before, after = _flat(old), _flat(new)
-    return [
-        f"{key}: {before.get(key)} there, {after.get(key)} now"
-        for key in sorted(before.keys() | after.keys())
-        if key.split(".")[0] not in FREE and before.get(key) != after.get(key)
-    ]
-
-
-def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(data, (list, tuple)) and data and isinstance(data[0], dict):
-        data = dict(enumerate(data))
-    if not isinstance(data, dict):
-        return {prefix: list(data) if isinstance(data, tuple) else data}
-    flat = {}
-    for key, value in data.items():
-        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat

@@ -35,11 +35,12 @@ from transformers import AutoTokenizer
 
 from fastbert.data import Corpus
 from fastbert.data.corpus import write_atomically
+from fastbert.differences import differences
 from fastbert.train import building
 from fastbert.train.averaging import WeightAverage
 from fastbert.train.batches import BatchStream, Place, TrainingBatch, masking_of, prefetched
 from fastbert.train.checkpoints import Checkpoints
-from fastbert.train.config import ConfigError, PretrainConfig, check, differences, read_run
+from fastbert.train.config import FREE, ConfigError, PretrainConfig, check, read_run
 from fastbert.train.evaluation import DetectionEvaluation, Evaluation, evaluate
 from fastbert.train.graphed_step import GraphedStep, StepReport, model_loss
 from fastbert.train.journal import Journal, SilentJournal
@@ -480,7 +481,7 @@ def _check_same_run(folder: Path, config: PretrainConfig) -> None:
     if not path.exists():
         return
     # Read whole: settings that are newer than the run have their defaults in it.
-    changed = differences(_plain(read_run(folder)), _plain(config))
+    changed = differences(_plain(read_run(folder)), _plain(config), free=FREE)
     if changed:
         raise ConfigError(
             f"{folder} holds a run with other settings; choose another output, or remove it:\n"

@@ -4,9 +4,7 @@ import pytest
 import torch
 import transformers
 
-import fastbert
 from fastbert import use_backend
-from fastbert.folders import check_folder
 from fastbert.testing.inputs import padded_batch, small_bert_config
 from fastbert.testing.models import assert_packed, head_inputs, model_pair
 
@@ -323,6 +321,48 @@ def test_labels_that_are_no_classes_raise(name, shape, count):
             ours(input_ids=ids, labels=labels[:, :4])
 
 
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("BertForPreTraining", "next_sentence_label"),
+        ("AlbertForPreTraining", "sentence_order_label"),
+    ],
+)
+def test_labels_of_pairs_that_are_no_classes_raise(name, argument):
+    config = small_bert_config()
+    if name.startswith("Albert"):
+        config = transformers.AlbertConfig(**config.to_diff_dict(), embedding_size=16)
+    ours, theirs = model_pair(name, config)
+    ids, labels = torch.ones(2, 5, dtype=torch.long), torch.tensor([0, 2])
+    with pytest.raises(ValueError, match=f"{argument} hold 2, but there are 2 classes"):
+        ours(ids, labels=ids, **{argument: labels})
+    with pytest.raises(TypeError, match=f"{argument} must be int64, the numbers of classes"):
+        ours(ids, labels=ids, **{argument: labels.float()})
+    # Without the other labels there is no loss, and transformers does not look at these.
+    assert ours(ids, **{argument: labels}).loss is None
+    labels[1] = -100
+    _close(
+        ours(ids, labels=ids, **{argument: labels}).loss,
+        theirs(ids, labels=ids, **{argument: labels}).loss,
+    )
+
+
+def test_positions_of_answers_are_taken_as_transformers_takes_them():
+    ours, theirs = model_pair("BertForQuestionAnswering", small_bert_config())
+    ids = torch.arange(1, 11).view(2, 5)
+    for start, end in ((1, 4), (-100, 3), (-1, 99), (0, 5), (99, 2)):
+        positions = {
+            "start_positions": torch.tensor([1, start]),
+            "end_positions": torch.tensor([[2], [end]]),
+        }
+        _close(ours(ids, **positions).loss, theirs(ids, **positions).loss)
+    good = torch.tensor([1, 2])
+    with pytest.raises(TypeError, match="end_positions must be int64, the numbers of classes"):
+        ours(ids, start_positions=good, end_positions=good.float())
+    with pytest.raises(ValueError, match=r"start_positions must have shape \(2,\), .* got \(3,\)"):
+        ours(ids, start_positions=torch.ones(3, dtype=torch.long), end_positions=good)
+
+
 def test_embeddings_of_another_dtype_raise(pair):
     ours, embeds = pair[0], torch.zeros(2, 5, 48)
     for dtype in (torch.bfloat16, torch.float64, torch.int64):
@@ -337,16 +377,3 @@ def test_labels_that_are_numbers_are_left_alone():
     ours, theirs = model_pair("BertForSequenceClassification", small_bert_config(num_labels=3))
     ids, labels = torch.ones(2, 5, dtype=torch.long), torch.full((2, 3), 7.5)
     _close(ours(ids, labels=labels).loss, theirs(ids, labels=labels).loss)
-
-
-def test_folders_that_are_not_there_are_told_from_names_on_the_hub(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models").mkdir()
-    for name in ("models", "bert-base-uncased", "google/bert", tmp_path, None, {}):
-        check_folder("model", name)
-    for name in ("./bert", "models/bert", "google/bert/", "a/b/c", "~/bert", "my bert"):
-        with pytest.raises(FileNotFoundError, match=f"^model: there is no folder '{name}'; name"):
-            check_folder("model", name)
-    for kind in (fastbert.BertModel, fastbert.RobertaForMaskedLM):
-        with pytest.raises(OSError, match=r"^pretrained_model_name_or_path: there is no folder"):
-            kind.from_pretrained(tmp_path / "bert")

@@ -4,6 +4,8 @@ import copy
 import pickle
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 import fastbert
 from fastbert import dispatch, extension
 from fastbert.dispatch import use_backend
+from fastbert.ops.encoder import pack_layers
 from fastbert.testing.compare import assert_bitwise_equal
 from fastbert.testing.inputs import padded_batch, small_config
 from fastbert.testing.models import FAMILIES, family_of, head_inputs, model_pair
@@ -179,6 +182,35 @@ def test_weights_are_dropped(frozen):
     assert len(list(frozen.parameters())) == len(list(plain.parameters()))
 
 
+@pytest.mark.parametrize("name", ["BertForSequenceClassification", "AlbertModel"])
+def test_the_memory_that_is_held_is_counted(name):
+    model = _model(name)
+    before, count = model.get_memory_footprint(), model.num_parameters()
+    assert before == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    fastbert.freeze(model)
+    kept = [t for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"]
+    layers = set(model.base_model.packed_layers())
+    packed = [t for layer in layers for t in layer.weight_cache.frozen.packed]
+    assert model.get_memory_footprint() == sum(t.nbytes for t in (*kept, *packed)) != before
+    assert model.num_parameters() == count
+
+
+def test_threads_freeze_a_model_once(monkeypatch):
+    model, calls = _model(), []
+
+    def slowly(*arguments):
+        calls.append(arguments)
+        time.sleep(0.05)
+        return pack_layers(*arguments)
+
+    monkeypatch.setattr("fastbert.models.freeze.pack_layers", slowly)
+    expected = _hidden(model)
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(fastbert.freeze, [model] * 3)) == [model] * 3
+    assert len(calls) == len(model.encoder.layer)
+    assert torch.equal(_hidden(model), expected)
+
+
 def test_a_shared_layer_is_packed_once():
     model = fastbert.freeze(_model("AlbertModel"))
     first, second = model.packed_layers()
@@ -218,7 +250,7 @@ def test_what_needs_the_weights_is_refused(frozen, use, tmp_path, monkeypatch):
     expected = _hidden(frozen)
     with torch.no_grad(), pytest.raises(NotImplementedError, match=GONE):
         USES[use](frozen)
-    assert not frozen.training and not list(tmp_path.rglob("*.safetensors"))
+    assert not frozen.training and not list(tmp_path.iterdir())
     frozen.requires_grad_(False)
     assert torch.equal(_hidden(frozen), expected)
 

@@ -1,5 +1,7 @@
 """Features, answers and metrics of classes; fine-tuning itself is in test_finetuning.py."""
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -22,6 +24,22 @@ def test_labels_become_numbers_in_sorted_order(tokenizer):
     assert tokenizer.decode(encoded.features[0]["input_ids"]) == "[CLS] a b [SEP]"
     assert "labels" not in task.encode(rows, tokenizer, labelled=False).features[0]
     assert task.model_options()["id2label"] == {0: "a", 1: "z"}
+
+
+@pytest.mark.parametrize(
+    ("problem", "same", "other", "told"),
+    [
+        ("single", "a", "b", "the label 'a'"),
+        ("multi", ["b", "a"], ["a"], "the label 'a and b'"),
+        ("regression", 3, 4, "the number 3.0"),
+    ],
+)
+def test_labels_that_are_all_the_same_teach_nothing(problem, same, other, told):
+    rows = [{"text": "x", "label": same}, {"text": "y", "label": same}]
+    task = _task(problem=problem)
+    with pytest.raises(TaskError, match=f"all training rows have {told}, so there is nothing"):
+        task.check_varied(rows)
+    task.check_varied([*rows, {"text": "z", "label": other}])
 
 
 def test_pairs_have_their_token_types(tokenizer):
@@ -110,6 +128,10 @@ def test_metrics_of_one_label():
     assert metrics["accuracy"] == 0.75
     assert metrics["f1_macro"] == pytest.approx((2 / 3 + 4 / 5) / 2)
     assert metrics["matthews"] == pytest.approx(2 / np.sqrt(1 * 3 * 2 * 2))
+    # Of few rows that were held out all may have one label.
+    with warnings.catch_warnings(action="error"):
+        same = task.metrics(rows[:2], [{"label": "a"}] * 2)
+    assert same == {"accuracy": 1.0, "f1_macro": 1.0, "matthews": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,17 @@ def test_help_lists_the_options_of_a_task():
         (("fill-mask", "a/b/c", "FILE"), "folder: there is no folder 'a/b/c'; name the folder"),
         (("rerank", "~/model", "FILE"), "folder: there is no folder '~/model'"),
         (("similarity", "nowhere/", "FILE"), "there is no folder"),
+        (("fill-mask", "nowhere", "FILE"), "folder: there is no folder 'nowhere', it is not in"),
+        (
+            ("finetune", "sst2", "nowhere", "--train", "FILE", "--output", "out"),
+            "model: there is no folder 'nowhere', it is not in the hub's cache",
+        ),
+        (
+            ("finetune", "bi-encoder", "EMPTY", "--train", "FILE", "--output", "out"),
+            "holds no configuration (config.json) and no weights",
+        ),
+        (("rerank", "EMPTY", "FILE"), "holds no configuration (config.json) and no weights"),
+        (("similarity", "EMPTY", "FILE"), "holds no configuration (config.json) and no weights"),
         (
             ("finetune", "cola", "nowhere/", "--train", "FILE", "--output", "out"),
             "model: there is no folder 'nowhere/'",
@@ -135,7 +146,9 @@ def test_help_lists_the_options_of_a_task():
     ],
 )
 def test_what_a_caller_can_mend_is_one_line(trained, arguments, message):
-    places = {"MODEL": trained / "model", "FILE": trained / "judged.csv"}
-    told = _run(*(places.get(a, a) for a in arguments), text="", ok=False)
+    (trained / "empty").mkdir(exist_ok=True)
+    places = {"MODEL": "model", "FILE": "judged.csv", "EMPTY": "empty"}
+    arguments = (trained / places[a] if a in places else a for a in arguments)
+    told = _run(*arguments, text="", ok=False)
     assert message in told.stderr
     assert "Traceback" not in told.stderr

@@ -12,6 +12,7 @@ from fastbert.tasks import Predictor, TaskError, TrainingSettings, finetune
 from fastbert.tasks.classification import ClassificationSettings
 from fastbert.tasks.multiple_choice import MultipleChoiceSettings
 from fastbert.tasks.question_answering import QuestionAnsweringSettings
+from fastbert.tasks.runs import rows_of_run
 from fastbert.tasks.token_classification import TokenClassificationSettings
 from fastbert.testing.models import assert_packed
 
@@ -118,6 +119,16 @@ def test_rows_are_held_out_where_none_are_named(checkpoint, reviews, tmp_path, c
     )
     assert "4 of 40 rows are held out" in caplog.text
     assert "Fine-tuned on 36 rows, judged on 4 others" in (tmp_path / "model/README.md").read_text()
+
+
+def test_rows_that_are_held_out_are_not_trained():
+    rows = [{"text": str(number)} for number in range(25)]
+    found = rows_of_run(rows, None, None, None, 0)
+    assert len(found.held_out) == 2
+    assert sorted([*found.kept, *found.judged]) == list(range(25))
+    assert [rows.index(row) for row in found.held_out] == list(found.judged)
+    assert [rows.index(row) for row in found.train] == list(found.kept)
+    assert rows_of_run(rows, None, None, None, 1).judged != found.judged
 
 
 @pytest.mark.slow
@@ -296,6 +307,19 @@ def test_refusals_come_before_training(checkpoint, reviews, tmp_path):
         run(rows=path, settings={"text": "body"})
     with pytest.raises(TaskError, match=r"films.jsonl \(evaluation\), row 1: unknown label"):
         run(evaluation=path)
+    with pytest.raises(TaskError, match="all training rows have the label 'positive', so there"):
+        run(rows=reviews[1::2])
+    # Counted in its file, wherever it is used.
+    rows = [
+        {**row, "text": row["text"] * (1 + 20 * (number == 80))}
+        for number, row in enumerate(reviews)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for given in ({"rows": path}, {"evaluation": path}):
+        with pytest.raises(
+            TaskError, match=r"films.jsonl \((train|evaluation)\), row 81 has \d+ tok"
+        ):
+            run(**given, settings={"max_length": 64, "overlong": "refuse"})
     with pytest.raises(TaskError, match="max_length is 9999, but the model takes"):
         run(settings={"max_length": 9999})
     with pytest.raises(TaskError, match="stride is 64, but a feature has 32 tokens"):
@@ -306,7 +330,7 @@ def test_refusals_come_before_training(checkpoint, reviews, tmp_path):
         run(rows=reviews[:1])
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("")
-    with pytest.raises(TaskError, match="holds something else than a fine-tuned model"):
+    with pytest.raises(TaskError, match="holds something else than a run of finetune"):
         run(output=tmp_path / "other")
     with pytest.raises(TaskError, match=r"has no fastbert_task\.json"):
         Predictor(checkpoint)

@@ -49,6 +49,12 @@ def test_rows_that_do_not_fit(row, message):
         _task().check([row], "train", labelled=True)
 
 
+def test_refusing_names_the_row_and_not_the_choice(tokenizer):
+    rows = [*ROWS, {"text": "The dog", "choices": ["runs", "barks " * 20], "label": 0}]
+    with pytest.raises(TaskError, match=r"train, row 3 has \d+ tokens, .* \(1 of 3 rows are too"):
+        _task(overlong="refuse").encode(rows, tokenizer, labelled=True, name="train")
+
+
 def test_rows_differ_in_choices():
     three = {"text": "a", "choices": ["b", "c", "d"], "label": 0}
     with pytest.raises(TaskError, match="row 2: 3 choices, the first row has 2"):

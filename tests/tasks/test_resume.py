@@ -1,6 +1,7 @@
 """A fine-tuning that was killed goes on, and ends as if it had not been."""
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -87,9 +88,15 @@ def _goes_on(undisturbed, arguments, caplog):
 def test_equal_weights(base, rows, undisturbed, tmp_path, caplog, monkeypatch):
     arguments = ("classification", base, rows, str(tmp_path / "model"), TRAINING)
     _interrupted(monkeypatch, MOMENTS[1], *arguments)
-    with pytest.raises(TaskError, match="was stopped and had another learning_rate, seed; run it"):
+    with pytest.raises(TaskError) as caught:
         finetune_rows(*arguments[:-1], {**TRAINING, "seed": 4, "learning_rate": 1.0})
-    with pytest.raises(TaskError, match="had another rows"):
+    assert str(caught.value).split("\n") == [
+        f"{tmp_path / 'model'} holds a run that was stopped, with other settings; run it again as "
+        "it was, choose another output, or replace it by --overwrite (overwrite=True in Python):",
+        "training.learning_rate: 0.001 there, 1.0 now",
+        "training.seed: 3 there, 4 now",
+    ]
+    with pytest.raises(TaskError, match=r"train_rows: 48 rows, sha256 .* there, 48 rows, sha256"):
         finetune_rows("classification", base, rows[::-1], *arguments[-2:])
     _goes_on(undisturbed, arguments, caplog)
 
@@ -102,6 +109,76 @@ def test_equal_weights_after_a_kill(base, rows, undisturbed, moment, tmp_path, c
     _goes_on(undisturbed, arguments, caplog)
 
 
+def test_a_run_that_was_killed_while_it_wrote_the_model_goes_on(
+    base, rows, undisturbed, tmp_path, monkeypatch, caplog
+):
+    """The weights are there, but nothing says that they are all that was to be written."""
+    arguments = ("classification", base, rows, str(tmp_path / "model"), TRAINING)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fastbert.tasks.finetuning.write_description", killed)
+        with pytest.raises(KeyboardInterrupt):
+            finetune_rows(*arguments)
+    assert (tmp_path / "model" / "model.safetensors").exists()
+    finetune_rows(*arguments)
+    assert "goes on from checkpoint-" in caplog.text
+    assert _learned(tmp_path / "model") == _learned(undisturbed)
+
+
+def test_a_finished_run_is_not_trained_again(base, rows, undisturbed, monkeypatch, caplog):
+    def trained(*_, **__):
+        raise AssertionError("it was trained")
+
+    monkeypatch.setattr(transformers.Trainer, "train", trained)
+    before = _learned(undisturbed)
+    result = finetune_rows("classification", base, rows, str(undisturbed), TRAINING)
+    assert (result.metrics, result.history) == (before[1]["metrics"], before[1]["history"])
+    assert result.samples_per_second is None
+    assert "this run was finished before; --overwrite trains it anew" in caplog.text
+    assert _learned(undisturbed) == before
+
+
+def _changed(base, folder):
+    """Other weights in a folder of the same name."""
+    model = transformers.BertModel.from_pretrained(base)
+    model.pooler.dense.bias.data += 1
+    output = folder / "changed" / Path(base).name
+    shutil.copytree(base, output)
+    model.save_pretrained(output)
+    return str(output)
+
+
+def test_a_finished_run_is_not_replaced_unasked(base, rows, undisturbed, tmp_path):
+    output = tmp_path / "model"
+    shutil.copytree(undisturbed, output)
+    renamed = [{**row, "label": f"class {row['label']}"} for row in rows]
+    quick = {**TRAINING, "epochs": 1}
+
+    def run(base=base, rows=rows, training=TRAINING, **options):
+        return finetune_rows("classification", base, rows, str(output), training, **options)
+
+    for options, told in (
+        ({"training": quick}, ["training.epochs: 20 there, 1 now"]),
+        ({"rows": rows[4:]}, ["train_rows: 48 rows, ", "evaluation_rows: 16 rows, "]),
+        ({"rows": renamed}, ["labels: ['0', '1'] there, ['class 0', 'class 1'] now"]),
+        ({"base": _changed(base, tmp_path)}, [f"checkpoint: {Path(base).name}, sha256 "]),
+    ):
+        with pytest.raises(TaskError, match=r"holds a finished run, .* by --overwrite") as caught:
+            run(**options)
+        for line in told:
+            assert line in str(caught.value)
+    assert _learned(output) == _learned(undisturbed)
+    # The same checkpoint elsewhere is the same.
+    assert run(base=shutil.copytree(base, tmp_path / "there" / Path(base).name)).seconds is None
+    result = run(training=quick, overwrite=True)
+    assert len(result.history) == 1
+    assert run(training=quick).samples_per_second is None
+    assert run(training=quick, overwrite=True).samples_per_second > 0
+
+
 @pytest.mark.slow
 def test_encoders_go_on(base, tmp_path):
     pytest.importorskip("sentence_transformers")
@@ -112,3 +189,6 @@ def test_encoders_go_on(base, tmp_path):
     _killed(MOMENTS[0], *arguments)
     finetune_rows(*arguments)
     assert _learned(tmp_path / "model") == _learned(tmp_path / "undisturbed")
+    assert finetune_rows(*arguments).seconds is None
+    with pytest.raises(TaskError, match=r"training\.seed: 3 there, 4 now"):
+        finetune_rows(*arguments[:-1], {**training, "seed": 4})

@@ -243,7 +243,10 @@ def test_refusals(checkpoint, pairs, tmp_path):
     bad = [{**row, "score": "much"} for row in scored]
     for loss, wanted in (("regression", "a number"), ("listwise", r"a number in \[0, inf\]")):
         refused(f"must be {wanted}, got 'much'", bad, CrossEncoderSettings, loss=loss)
-    refused("there is no order to judge", scored, CrossEncoderSettings, loss="listwise")
+    listwise = {"kind": CrossEncoderSettings, "loss": "listwise"}
+    refused("all training rows have the score 3.0, so there is nothing", scored, **listwise)
+    scored = [{**row, "score": 3 + number % 2} for number, row in enumerate(scored)]
+    refused("there is no order to judge", scored, **listwise)
     refused("loss must be one of", kind=CrossEncoderSettings, loss="hinge")
     refused("overlong must be one of", overlong="stride")
     refused("chunk must be at least 1", chunk=0)

@@ -160,7 +160,7 @@ def test_rerank_long_passages(crossed):
     # Twelve words have room beside the query; windows share six.
     windows = [(query, " ".join(words[first : first + 12])) for first in (0, 6)]
     assert score == pytest.approx(reranker.scores(windows).max(), abs=1e-6)
-    with pytest.raises(TaskError, match="at most 16 are taken"):
+    with pytest.raises(TaskError, match=r"pairs, pair 1 has \d+ tokens, at most 16 are taken"):
         Reranker(crossed, RerankSettings(overlong="refuse", **options)).scores([(query, long)])
 
 

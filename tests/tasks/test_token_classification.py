@@ -35,6 +35,13 @@ def _sure_logits(task, rows, encoded):
     return logits
 
 
+def test_tags_that_are_all_the_same_teach_nothing():
+    row = {"tokens": ["It", "rained"], "tags": ["O", "O"]}
+    with pytest.raises(TaskError, match=r"all training rows have the tag 'O', .* by --tags COLUMN"):
+        _task([]).check_varied([row, row])
+    _task([]).check_varied([row, ROW])
+
+
 def test_the_first_token_of_a_word_has_its_tag(tokenizer):
     task = _task()
     assert _task([]).labels_of([ROW]) == ["B-LOC", "B-PER", "I-LOC", "I-PER", "O"]

@@ -5,13 +5,14 @@ import math
 import pytest
 import torch
 
+from fastbert.differences import differences
 from fastbert.train.config import (
+    FREE,
     ConfigError,
     PretrainConfig,
     ScheduleConfig,
     check,
     config_from,
-    differences,
     generator_sizes,
     read_config,
     ready_configs,
@@ -57,6 +58,7 @@ def test_recipes_say_what_the_papers_say():
         ({"optimzer": {}}, "unknown key optimzer; did you mean optimizer?"),
         ({"data": {"masking": {"rte": 1}}}, "unknown key data.masking.rte; did you mean rate?"),
         ({"phases": [{"step": 1}]}, "unknown key phases.step; did you mean steps?"),
+        ({"optimzer": {}, "seed": "x"}, r"unknown key optimzer.*\n.*seed: Input should be a valid"),
         ({"optimizer": {"lr": "fast"}}, "optimizer.lr: .*valid number.*'fast'"),
         ({"optimizer": {"name": "sgd"}}, "optimizer.name: .*'adamw'.*got 'sgd'"),
         ({"phases": [{"steps": 1.5}]}, r"phases.0.steps: .*integer.*1\.5"),
@@ -93,6 +95,7 @@ def test_files_that_are_none(tmp_path):
         ({"schedule": {"decay_steps": 5}}, "set both or neither"),
         ({"schedule": {"kind": "wsd", "decay_steps": 999_999}}, "must lie in 1 to the 990000"),
         ({"schedule": {"warmup_steps": 2_000_000}}, "warmup_steps must lie in"),
+        ({"phases": [{"steps": 30}]}, "got 10000; give --schedule.warmup-steps 3, say, or more"),
         ({"schedule": {"final_share": 2}}, "final_share must"),
         ({"data": {"masking": {"rate": 0}}}, "rate must be above 0"),
         ({"data": {"masking": {"fixed_count": 9, "final_rate": 0.1}}}, "leaves no rate"),
@@ -125,7 +128,7 @@ def test_more_processes_need_larger_steps():
 def test_differences_leave_out_what_may_change():
     old = _with().to_dict()
     new = _with(log={"progress": False}, phases=[{"steps": 5}], optimizer={"betas": [0.9, 0.98]})
-    assert differences(old, new.to_dict()) == [
+    assert differences(old, new.to_dict(), free=FREE) == [
         "optimizer.betas: [0.9, 0.999] there, [0.9, 0.98] now",
         "phases.0.steps: 1000000 there, 5 now",
     ]

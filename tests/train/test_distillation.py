@@ -180,7 +180,7 @@ def test_teacher_stays_as_it_was(settings, teacher):
         ("distillation", {"temperature": 0.0}, "temperature must be above 0, got 0.0"),
         ("distillation", {"soft_weight": -1.0}, "soft_weight must be 0 or more, got -1.0"),
         ("distillation", {"soft_weight": 0.0, "cosine_weight": 0.0}, "use fastbert pretrain"),
-        ("distillation", {"teacher": "nowhere"}, "cannot read nowhere"),
+        ("distillation", {"teacher": "nowhere"}, "there is no folder .nowhere., it is not in"),
         ("distillation", {"teacher": "no/where/"}, "teacher: there is no folder 'no/where/'"),
         ("model", {"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got 0"),
         ("model", {"num_hidden_layers": 5}, "num_hidden_layers 5: the teacher has 4 layers"),

@@ -280,6 +280,9 @@ def test_command_names_faults(tmp_path):
     help_text = _pretrain("--help")
     for part in ("tiny_cpu", "--optimizer.lr", "--data.masking.rate", "--phases.0.steps"):
         assert part in help_text
+    told = _pretrain(code=2).splitlines()
+    assert told[0] == "Usage: fastbert pretrain CONFIG [options]"
+    assert "CONFIG is missing: a YAML file or one of bert_base, " in told[-1] and len(told) == 3
     told = _pretrain("tiny_cpu", "--output", tmp_path, code=1)
     assert "data.corpus is not set; give --data.corpus FOLDER" in told
     told = _pretrain("tiny_cpu", "--output", tmp_path, "--data.corpus", tmp_path, code=1)
