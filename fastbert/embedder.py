@@ -18,6 +18,7 @@ from fastbert import embedding_workers
 from fastbert.models.accelerate import accelerate
 from fastbert.models.freeze import freeze as drop_weights
 from fastbert.models.packed_model import PackedModel
+from fastbert.models.quantize import quantize as quantize_weights
 from fastbert.padding import pack
 from fastbert.sentence_modules import Dense, Normalize, check_poolings, pool, read_folder
 
@@ -58,6 +59,8 @@ class Embedder:
         device: of the model.
         freeze: drop the layers' weights once they are packed (`fastbert.freeze`): the same vectors
             from less memory, on a CPU, for models with post-norm layers.
+        quantize: `dynamic` or `weight_only`: the layers' weights in int8 (`fastbert.quantize`),
+            for the same models on a CPU; None: as they are.
         workers: processes; 1: this one.
         threads: of each worker; None: the cores allowed, shared out.
 
@@ -66,9 +69,9 @@ class Embedder:
 
     Raises:
         FileNotFoundError: no such folder.
-        ValueError: unknown settings, a model fastbert does not compute, or cannot freeze where that
-            is asked, a max_seq_length beyond the encoder's positions or below what the special
-            tokens take, modules that do not fit.
+        ValueError: unknown settings, a model fastbert does not compute, or cannot freeze or
+            quantise where that is asked, a max_seq_length beyond the encoder's positions or below
+            what the special tokens take, modules that do not fit.
         NotImplementedError: a module fastbert does not know.
     """
 
@@ -86,6 +89,7 @@ class Embedder:
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
         freeze: bool = False,
+        quantize: str | None = None,
         workers: int = 1,
         threads: int | None = None,
     ):
@@ -111,7 +115,10 @@ class Embedder:
         if hasattr(model, "pooler"):
             model.pooler = None
         self.model = model.to(device).eval()
-        if freeze:
+        self.quantization = quantize
+        if quantize is not None:
+            quantize_weights(self.model, quantize)
+        elif freeze:
             drop_weights(self.model)
         self._behind = nn.Sequential(*_normalizing(self._folder.modules, normalize)).to(device)
         self.dimension = _width(
@@ -153,6 +160,7 @@ class Embedder:
                 "tokens_per_batch": tokens_per_batch,
                 "dtype": self.model.dtype,
                 "freeze": freeze,
+                "quantize": quantize,
             }
             self._pool = embedding_workers.Workers(workers, threads, folder, settings)
 
@@ -253,6 +261,7 @@ class Embedder:
             "max_seq_length": self.max_seq_length,
             "truncation": self.truncation,
             "stride": self.stride,
+            **({} if self.quantization is None else {"quantize": self.quantization}),
         }
 
     def prefix(self, prompt_name: str | None, prompt: str | None) -> str:

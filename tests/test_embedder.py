@@ -194,6 +194,22 @@ def test_a_frozen_encoder_gives_the_same_bits(real_checkpoint, workers):
         torch.set_float32_matmul_precision("highest")
 
 
+@pytest.mark.skipif(not extension.cpu_isas(), reason="a quantised model runs by C++")
+def test_a_quantised_encoder(real_checkpoint):
+    exact = fastbert.Embedder(real_checkpoint)
+    expected = exact.encode(TEXTS)
+    quantised = fastbert.Embedder(real_checkpoint, quantize="dynamic")
+    vectors = quantised.encode(TEXTS)
+    cosines = (vectors * expected).sum(1)
+    assert 0.99 < cosines.min() < 1 - 1e-6
+    assert quantised.description()["quantize"] == "dynamic"
+    assert "quantize" not in exact.description()
+    with fastbert.Embedder(real_checkpoint, quantize="dynamic", workers=2) as shared:
+        assert np.array_equal(shared.encode(TEXTS), vectors)
+    with pytest.raises(ValueError, match="mode must be 'weight_only' or 'dynamic', got 'int4'"):
+        fastbert.Embedder(real_checkpoint, quantize="int4")
+
+
 def test_cores_are_shared_out():
     assert shares([0, 1, 2, 5, 6, 7, 8], 3) == [[0, 1], [2, 5], [6, 7, 8]]
     assert shares([3, 4], 2) == [[3], [4]]

@@ -128,5 +128,8 @@ def test_command(real_checkpoint, tmp_path):
         with mock.patch("fastbert.embedder.drop_weights", wraps=fastbert.freeze) as freeze:
             assert CliRunner().invoke(app, [*arguments, "--freeze"]).exit_code == 0
         assert freeze.call_count == 1 and _read(out) == before
+        out.unlink()
+        result = CliRunner().invoke(app, [*arguments, "--quantize", "weight_only"])
+        assert result.exit_code == 0 and len(_read(out)) == 5 and _read(out) != before
     result = CliRunner().invoke(app, [*arguments, "--dtype", "int8"])
     assert result.exit_code == 2 and "dtype must be float32 or bfloat16" in result.output

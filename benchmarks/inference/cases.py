@@ -68,8 +68,14 @@ def _onnxruntime(file: str, tolerance: float) -> Participant:
     return Participant("onnxruntime", "onnxruntime_model", {"file": file}, tolerance)
 
 
-def _fastbert(dtype: str, tolerance: float, precision: str = "highest", **more) -> Participant:
-    options = {"dtype": dtype, "precision": precision}
+def _fastbert(
+    dtype: str,
+    tolerance: float,
+    precision: str = "highest",
+    quantized: str | None = None,
+    **more,
+) -> Participant:
+    options = {"dtype": dtype, "precision": precision, "quantized": quantized}
     return Participant("fastbert", "fastbert_model", options, tolerance, **more)
 
 
@@ -98,6 +104,8 @@ PARTICIPANTS = {
     "onnxruntime int8": _onnxruntime("int8.onnx", INT8),
     "onnxruntime fused attention int8": _onnxruntime("int8-fused.onnx", INT8),
     "openvino int8": _openvino("bf16", "int8.xml", INT8),
+    "fastbert int8, dynamic": _fastbert("bfloat16", INT8, quantized="dynamic"),
+    "fastbert int8, weight_only": _fastbert("bfloat16", INT8, quantized="weight_only"),
 }
 EMBEDDERS = {
     f"{library} {name}": Participant(
@@ -157,7 +165,9 @@ FP32_PEERS = (
     "onnxruntime fused attention fp32",
     "openvino fp32",
 )
-INT8_PEERS = ("onnxruntime int8", "onnxruntime fused attention int8", "openvino int8")
+ONNX_INT8 = ("onnxruntime int8", "onnxruntime fused attention int8")
+INT8_PEERS = (*ONNX_INT8, "openvino int8")
+FASTBERT_INT8 = ("fastbert int8, dynamic", "fastbert int8, weight_only")
 FASTBERT_FP32 = ("fastbert fp32, plain", "fastbert fp32, six products", "fastbert fp32, high")
 
 
@@ -174,6 +184,11 @@ def _fp32(name: str, batch, plain: float, high: bool = True, more: tuple[str, ..
         targets.append(Target("fastbert fp32, high", floor, at_most=1.15, parts=3))
     sides = (*peers, "floor fp32", "floor bf16", *FASTBERT_FP32)
     return Case(f"fp32 {name}", "base", batch, sides, tuple(targets))
+
+
+def _int8(name: str, batch, at_least: float | None) -> Case:
+    targets = [] if at_least is None else [Target(FASTBERT_INT8[0], ONNX_INT8, at_least)]
+    return Case(f"int8 {name}", "base", batch, (*INT8_PEERS, *FASTBERT_INT8), tuple(targets))
 
 
 def _best(at_least: float) -> Target:
@@ -240,8 +255,9 @@ CASES = (
         _MINILM,
         (_over("openvino bf16", 3.3),),
     ),
-    Case("int8 8x128", "base", DENSE_8X128, INT8_PEERS),
-    Case("int8 1x16", "base", ONE_16, INT8_PEERS),
+    _int8("ragged 32x128", RAGGED_32X128, None),
+    _int8("8x128", DENSE_8X128, 1.5),
+    _int8("1x16", ONE_16, 1.3),
     Case(
         "minilm, 2,000 sentences",
         "minilm",

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from fastbert.models.bert import BertModel
+from fastbert.models.quantize import quantize
 
 from .cases import matrices, weight_elements
 
@@ -42,13 +43,15 @@ def compiled(folder: Path, settings: dict, *, freezing: bool, dtype: str) -> Pre
     return _of_model(torch.compile(model, dynamic=False))
 
 
-def fastbert_model(folder: Path, settings: dict, *, dtype: str, precision: str) -> Prepare:
-    """fastbert's model; fp32 products at the precision named."""
+def fastbert_model(
+    folder: Path, settings: dict, *, dtype: str, precision: str, quantized: str | None
+) -> Prepare:
+    """fastbert's model; fp32 products at the precision named, or layers in int8."""
     torch.set_float32_matmul_precision(precision)
     model = BertModel.from_pretrained(
         folder / "encoder", dtype=getattr(torch, dtype), add_pooling_layer=False
     ).eval()
-    return _of_model(model)
+    return _of_model(model if quantized is None else quantize(model, quantized))
 
 
 def _of_model(model) -> Prepare:

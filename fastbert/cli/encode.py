@@ -36,6 +36,10 @@ def encode(
     freeze: Annotated[
         bool, typer.Option("--freeze", help="Keep packed weights alone: less memory, on a CPU.")
     ] = False,
+    quantize: Annotated[
+        str | None,
+        typer.Option(help="dynamic or weight_only: the layers' weights in int8, on a CPU."),
+    ] = None,
     workers: Annotated[int, typer.Option(help="Processes, each with the model.")] = 1,
     threads: Annotated[
         int | None, typer.Option(help="Of each worker; default: the cores, shared out.")
@@ -61,6 +65,7 @@ def encode(
             tokens_per_batch=tokens_per_batch,
             dtype=dtypes[dtype],
             freeze=freeze,
+            quantize=quantize,
             workers=workers,
             threads=threads,
         )
