@@ -907,6 +907,36 @@ FAULTS = {
         "score_word(0, i)",
         "tests/ops/test_philox.py",
     ),
+    "int8: outliers are quantised too": (
+        "csrc/cpu/int8_kernel.h",
+        "select(beyond, zero, v * factor)",
+        "v * factor",
+        "tests/ops/test_quantized_linear.py",
+    ),
+    "int8: units of the other half of a block": (
+        "csrc/cpu/int8_kernel.h",
+        "const Vec units = load(halves + 16 * half);",
+        "const Vec units = load(halves + 16 - 16 * half);",
+        "tests/ops/test_quantized_linear.py",
+    ),
+    "int8: rows moved up keep what was added": (
+        "csrc/cpu/int8_kernel.h",
+        "_mm512_sub_epi32(sums[r][0], extra[0])",
+        "sums[r][0]",
+        "tests/ops/test_quantized_linear.py",
+    ),
+    "matmul: the rows of the task before": (
+        "csrc/cpu/gemm.cpp",
+        "if (first != held) {",
+        "if (held < 0) {",
+        "tests/ops/test_encoder.py",
+    ),
+    "matmul: half a block for 17 rows": (
+        "csrc/cpu/gemm.cpp",
+        "rows > kBlock / 2)",
+        "rows > kBlock / 2 + 1)",
+        "tests/ops/test_linear.py",
+    ),
 }
 CUDA_TESTS = "tests/kernels/test_cuda_emulated.py"
 COPIED = (

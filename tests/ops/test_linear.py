@@ -23,8 +23,11 @@ def inputs(rows, width, inner, bias=True):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-# One row, odd sizes, more than one block in each direction, more than one piece of a long sum.
-@pytest.mark.parametrize("shape", [(1, 768, 96), (13, 7, 5), (70, 48, 33), (35, 1000, 40)], ids=str)
+# One row, odd sizes, half a block and a row more, more than one block in each direction, more than
+# one piece of a long sum.
+@pytest.mark.parametrize(
+    "shape", [(1, 768, 96), (13, 7, 5), (17, 40, 9), (70, 48, 33), (35, 1000, 40)], ids=str
+)
 def test_linear_matches_reference(backend, shape, dtype):
     with assert_ran("linear_fwd", backend.name), assert_ran("linear_bwd", backend.name):
         op_check(linear, F.linear, inputs(*shape), dtype, name="linear", reduction_rows=shape[0])

@@ -14,7 +14,7 @@ from fastbert.testing.compare import assert_bitwise_equal, assert_close_to_oracl
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MODES = ["weight_only", "dynamic"]
 # One row, odd sizes, one input, several blocks in each direction, several pieces of a long sum.
-SHAPES = [(1, 768, 96), (13, 7, 5), (5, 1, 3), (70, 100, 33), (35, 6500, 40)]
+SHAPES = [(1, 768, 96), (13, 7, 5), (5, 1, 3), (17, 40, 9), (70, 100, 33), (35, 6500, 40)]
 
 
 @pytest.fixture(params=extension.CPU_ISAS)
