@@ -28,6 +28,24 @@ MODERNBERT = {
     "vocab_size": 50_368,
 }
 
+# DeBERTa-v3-base (He et al. 2023): positions in 256 logarithmic buckets to each side, projected by
+# the weights of queries and keys.
+DEBERTA_V3 = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "vocab_size": 128_100,
+    "type_vocab_size": 0,
+    "relative_attention": True,
+    "position_buckets": 256,
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "position_biased_input": False,
+    "layer_norm_eps": 1e-7,
+}
+
 # RoBERTa-base, ELECTRA-base, DistilBERT and ALBERT-base; dropout 0.1 in all.
 FAMILIES = {
     "Roberta": {**BASE, "vocab_size": 50_265},

@@ -1,4 +1,4 @@
-"""Pairs of models, ours and transformers' sdpa, with the same weights, and batches for them."""
+"""Pairs of models, ours and transformers', with the same weights, and batches for them."""
 
 import torch
 import transformers
@@ -11,12 +11,14 @@ from ..harness import interleaved, speedup
 from ..shapes import MASKED, SEED, describe
 
 
-def twins(name: str, settings: dict, dtype: torch.dtype = torch.float32) -> dict:
-    """`{"fastbert": model, "transformers": model}`, same weights, sdpa, the family's own dropout
-    (BERT's 0.1)."""
+def twins(
+    name: str, settings: dict, dtype: torch.dtype = torch.float32, attention: str = "sdpa"
+) -> dict:
+    """`{"fastbert": model, "transformers": model}`, same weights, transformers' attention as named,
+    the family's own dropout (BERT's 0.1)."""
     torch.manual_seed(SEED)
     config = getattr(transformers, name).config_class(**settings)
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = attention
     theirs = getattr(transformers, name)(config).to(dtype)
     ours = getattr(fastbert, name)(config).to(dtype)
     ours.load_state_dict(theirs.state_dict())
