@@ -182,7 +182,7 @@ __device__ __forceinline__ void bring_rows(const Tile<T, kDim>& tile, const T* a
   using Piece = Tile<T, kDim>;
   constexpr int kCopies = kRows * Piece::kPieces / kBlockThreads;
   static_assert(kRows * Piece::kPieces % kBlockThreads == 0);
-#pragma unroll(kFitsRegisters<T> ? kCopies : 2)  // the addresses of all would take registers
+#pragma unroll(kFitsRegisters<T> ? kCopies : 1)  // the addresses of all would take registers
   for (int i = 0; i < kCopies; ++i) {
     const int index = static_cast<int>(threadIdx.x) + i * kBlockThreads;
     const int piece = index % Piece::kPieces, column = piece * Piece::kPiece;

@@ -204,7 +204,9 @@ __device__ __forceinline__ void attention_bwd_dkv(const Attention& a, const Inpu
     const bool more = first + kQueries < range.high;
     if (more) bring_queries(stage ^ 1, first + kQueries);
     copy_async_commit();
-    const Two<float> next = load_statistics(more ? first + kQueries : queries.length);
+    const int next_first = more ? first + kQueries : queries.length;
+    Two<float> next;
+    if (kKept) next = load_statistics(next_first);  // early where they do not cost registers
     const bool all = sees_all(a, first, kQueries, own.first, kOwnRows, own.length);
 #pragma unroll 1
     for (int c = 0; c < kQueries; c += kWarpRows) {
@@ -239,6 +241,7 @@ __device__ __forceinline__ void attention_bwd_dkv(const Attention& a, const Inpu
       add_product(dk, ds, tiles.other(stage, 0), c);
       terms.add_gradient(dk, ds, first + c);
     }
+    if (!kKept) next = load_statistics(next_first);
     if (thread < kQueries) statistics[(stage ^ 1) * kQueries + thread] = next;
     copy_async_wait<0>();
     __syncthreads();  // the next tile is there, and this one may be overwritten
