@@ -182,7 +182,9 @@ __device__ __forceinline__ void bring_rows(const Tile<T, kDim>& tile, const T* a
   using Piece = Tile<T, kDim>;
   constexpr int kCopies = kRows * Piece::kPieces / kBlockThreads;
   static_assert(kRows * Piece::kPieces % kBlockThreads == 0);
-#pragma unroll(kFitsRegisters<T> ? kCopies : 1)  // the addresses of all would take registers
+  // Addresses take registers: in fp32 those of one at a time, of a warp alone, which makes many,
+  // two.
+#pragma unroll(!kFitsRegisters<T> ? 1 : kBlockThreads < kThreads ? 2 : kCopies)
   for (int i = 0; i < kCopies; ++i) {
     const int index = static_cast<int>(threadIdx.x) + i * kBlockThreads;
     const int piece = index % Piece::kPieces, column = piece * Piece::kPiece;

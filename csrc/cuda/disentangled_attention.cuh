@@ -1,12 +1,12 @@
-// The terms of relative positions, which disentangled attention adds to the products of queries and
-// keys: products of a block's own rows with one table, and of the other side's with the other.
+// The terms of relative positions that disentangled attention adds to the products of queries and
+// keys: those of a block's own rows with one table, and of the other side's rows with the other.
 //
-// A distance is that of a block's own row to one of the other side. The sixteen rows of a warp and
-// sixteen others meet at 31 of them, which lie in two neighbouring runs of sixteen: `above`, from 0
-// on where rows of the same number meet, and `below`. Products are made with all distances of both
-// runs. Row r meets the other row c at r - c: at that distance of `above` where r >= c, else of
-// `below` at r - c + 16. So each pair of a row and a distance mod 16 is needed of one run only, and
-// bringing products to their pairs of rows turns each row, or column, of the scores by its number.
+// A distance is that of an own row to one of the other side. Sixteen rows of a warp and sixteen
+// others meet at 31 distances, which lie in two neighbouring runs of sixteen: `above`, which begins
+// where rows of the same number meet, and `below`. Products are made with all distances of both.
+// Own row r and other row c meet at r - c: at that distance of `above` where r >= c, else at
+// r - c + 16 of `below`. So of each row and distance mod 16 one run is needed, and what brings
+// products to their pairs is to turn each row of them, or each column, by its number.
 #pragma once
 
 #include "cuda/attention.cuh"
@@ -15,14 +15,14 @@ namespace fastbert {
 
 // --- turning scores ---
 
-// out(r, c) = s(r, (r - c) mod 16); twice is nothing.
+// out(r, c) = s(r, (r - c) mod 16): from distances to the other side's rows, and back.
 __device__ __forceinline__ Scores turn_rows(const Scores& s) {
   const int g = lane_of() / 4, t = lane_of() % 4;
   Scores out;
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     const int column = (g - 2 * t - e) & 15, source = lane_of() / 4 * 4 + column / 2 % 4;
-    const bool odd = (g + e) % 2 == 1;  // columns that the lanes of this row ask for
+    const bool odd = (g + e) % 2 == 1;  // what all four lanes of a row ask for
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float half[2];
@@ -39,7 +39,7 @@ __device__ __forceinline__ Scores turn_rows(const Scores& s) {
   return out;
 }
 
-// out(r, c) = s((r + kSign c) mod 16, c); with the other sign the way back.
+// out(r, c) = s((r + kSign c) mod 16, c): with -1 from distances to own rows, with 1 back.
 template <int kSign>
 __device__ __forceinline__ Scores turn_columns(const Scores& s) {
   const int g = lane_of() / 4, t = lane_of() % 4;
@@ -62,33 +62,44 @@ __device__ __forceinline__ Scores turn_columns(const Scores& s) {
   return out;
 }
 
-// Calls f(j, i, is_above) for each of a lane's scores s.score[j][i]; `is_above` says of its row and
-// column which run it is needed of.
-template <typename IsAbove, typename F>
-__device__ __forceinline__ void for_each_score(IsAbove is_above, F f) {
+// Which run is needed where rows are a warp's own and columns distances.
+struct OwnRun {
+  __device__ __forceinline__ static bool is_above(int row, int distance) { return distance <= row; }
+};
+
+// Where rows are distances and columns the other side's rows.
+struct OtherRun {
+  __device__ __forceinline__ static bool is_above(int distance, int column) {
+    return distance + column < 16;
+  }
+};
+
+// Calls f(j, i, is_above) for each of a lane's scores s.score[j][i].
+template <typename Run, typename F>
+__device__ __forceinline__ void for_each_score(F f) {
   const int g = lane_of() / 4, t = lane_of() % 4;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) f(j, i, is_above(g + i / 2 * 8, 8 * j + 2 * t + i % 2));
+    for (int i = 0; i < 4; ++i) f(j, i, Run::is_above(g + i / 2 * 8, 8 * j + 2 * t + i % 2));
   }
 }
 
-template <typename IsAbove>
-__device__ __forceinline__ Scores merge(const Scores& above, const Scores& below,
-                                        IsAbove is_above) {
+template <typename Run>
+__device__ __forceinline__ Scores merge(const Scores& above, const Scores& below) {
   Scores out;
-  for_each_score(is_above, [&](int j, int i, bool first) {
-    out.score[j][i] = first ? above.score[j][i] : below.score[j][i];
+  for_each_score<Run>([&](int j, int i, bool is_above) {
+    out.score[j][i] = is_above ? above.score[j][i] : below.score[j][i];
   });
   return out;
 }
 
-template <typename IsAbove>
-__device__ __forceinline__ Scores only(const Scores& s, IsAbove is_above, bool above) {
+// Of merged scores those of one run, and zeros.
+template <typename Run>
+__device__ __forceinline__ Scores only(bool above, const Scores& s) {
   Scores out;
-  for_each_score(is_above, [&](int j, int i, bool first) {
-    out.score[j][i] = first == above ? s.score[j][i] : 0.0f;
+  for_each_score<Run>([&](int j, int i, bool is_above) {
+    out.score[j][i] = is_above == above ? s.score[j][i] : 0.0f;
   });
   return out;
 }
@@ -98,23 +109,9 @@ __device__ __forceinline__ void add(Scores& s, const Scores& term) {
   for (int i = 0; i < 8; ++i) s.score[i / 4][i % 4] += term.score[i / 4][i % 4];
 }
 
-// Rows are a warp's own, columns distances.
-struct OwnRun {
-  __device__ __forceinline__ bool operator()(int row, int distance) const {
-    return distance <= row;
-  }
-};
-
-// Rows are distances, columns the other side's rows.
-struct OtherRun {
-  __device__ __forceinline__ bool operator()(int distance, int column) const {
-    return distance + column < 16;
-  }
-};
-
 // --- rows of a table by distance ---
 
-// Runs are counted as a block walks over the other side: distances fall.
+// Runs are counted the way a block walks over the other side: distances fall.
 template <typename T>
 struct PositionTable {
   const DisentangledAttention& p;
@@ -133,7 +130,7 @@ struct PositionTable {
   }
 };
 
-// Some runs of a table in shared memory, the latest of those brought.
+// In shared memory the rows of some runs, the latest of those brought.
 template <typename T, int kDim, int kRuns>
 class Band {
  public:
@@ -164,7 +161,7 @@ class Band {
   Tile<T, kDim> tile_;
 };
 
-// In fp32 there is no room for them: rows are read where they lie.
+// There is no room for them in fp32: rows are read where they lie.
 template <int kDim, int kRuns>
 class Band<float, kDim, kRuns> {
  public:
@@ -211,8 +208,8 @@ class Band<float, kDim, kRuns> {
 
 // --- the terms ---
 
-// Of rows that begin at multiples of sixteen: those of a warp and those of the other side are said
-// to meet at a run when that is their `above`; the next one is their `below`.
+// A warp's rows and sixteen others are said to meet at the run that is their `above`; the next one
+// is their `below`.
 template <typename T, int kDim, int kRuns, bool kOwnsKeys>
 class PositionTerms {
  public:
@@ -238,12 +235,12 @@ class PositionTerms {
     if (own_.is_there()) {
       const Scores above = own.times(own_.rows(), own_.place(run));
       const Scores below = own.times(own_.rows(), own_.place(run + 1));
-      add(s, turn_rows(merge(above, below, OwnRun())));
+      add(s, turn_rows(merge<OwnRun>(above, below)));
     }
     if (other_.is_there()) {
       const Scores above = product(other_.rows(), other_.place(run), others, first);
       const Scores below = product(other_.rows(), other_.place(run + 1), others, first);
-      add(s, turn_columns<-1>(merge(above, below, OtherRun())));
+      add(s, turn_columns<-1>(merge<OtherRun>(above, below)));
     }
   }
 
@@ -255,7 +252,7 @@ class PositionTerms {
     const Scores by_distance = turn_rows(gradient);
 #pragma unroll 1  // both at once would cost registers
     for (int i = 0; i < 2; ++i) {
-      add_product(sums, only(by_distance, OwnRun(), i == 0), own_.rows(), own_.place(run + i));
+      add_product(sums, only<OwnRun>(i == 0, by_distance), own_.rows(), own_.place(run + i));
     }
   }
 
@@ -272,8 +269,8 @@ class PositionTerms {
 template <int kDim>
 constexpr int kRowsBesideBands = kDim <= 96 ? 32 : 16;
 
-// The terms of a block, which walks over the other side from its first row on, in tiles of which
-// there are two at a time. Run 0 is `above` of its last warp and those rows.
+// The terms of a block that walks over the other side in tiles, of which there are two at a time.
+// Its last warp and the first rows of the other side meet at run 0.
 template <typename T, int kDim, bool kOwnsKeys>
 class BlockTerms {
   static constexpr int kOwnRuns = kOwnRows / 16, kOtherRuns = kRowsBesideBands<kDim> / 16;

@@ -8,8 +8,9 @@ namespace fastbert {
 namespace {
 
 constexpr const char* kOp = "disentangled_attention";
-// Scores of the longest sequence's rows that are worth a part of the sums of positions.
-constexpr int64_t kPartRows = 2048;
+// Of the sums of positions there are as many parts as sequences of the longest one's length have
+// this many rows.
+constexpr int64_t kRowsOfParts = 2048;
 
 struct Positions {
   at::Tensor key, query;  // (R, N, D), undefined without that term
@@ -24,6 +25,8 @@ Positions positions_of(const std::optional<at::Tensor>& key, const std::optional
                        const at::Tensor& buckets) {
   TORCH_CHECK_TYPE(buckets.scalar_type() == at::kInt, kOp, ": buckets must be int32, got ",
                    buckets.scalar_type(), "; call .int() on it");
+  TORCH_CHECK_VALUE(buckets.dim() == 1 && buckets.numel() % 2 == 1, kOp,
+                    ": buckets must have shape (2 M + 1,), got ", buckets.sizes());
   return {table_of(key), table_of(query), buckets.contiguous()};
 }
 
@@ -32,16 +35,15 @@ DisentangledAttention disentangled_attention_of(const Attention& content, const 
           static_cast<int>(p.buckets.numel() / 2)};
 }
 
-// After backward, whose delta it takes.
+// After backward, which has left delta.
 at::Tensor position_gradient(const DisentangledAttention& p, const at::Tensor& table,
                              bool of_position_key, int64_t max_seqlen, Stream stream) {
-  if (!table.defined()) return {};
   at::Tensor gradient = at::empty(table.sizes(), table.options());
-  // Many short sequences make few diagonals, each of many pieces.
-  const int64_t longest = std::max<int64_t>(max_seqlen, 1);
-  const int64_t parts =
-      std::max<int64_t>(1, std::min<int64_t>(kPartRows / longest, p.content.sequences));
+  // Short sequences make few diagonals, each of pieces of many sequences.
+  const int64_t longest = std::max<int64_t>(1, std::min(max_seqlen, p.content.rows_q));
   const int64_t diagonals = 2 * ((longest + 15) / 16) - 1;
+  const int64_t parts =
+      std::max<int64_t>(1, std::min<int64_t>(kRowsOfParts / longest, p.content.sequences));
   at::Tensor sums = at::empty({parts, diagonals, 32, table.size(1), table.size(2)},
                               table.options().dtype(at::kFloat));
   launch_position_gradient(p,
