@@ -1,8 +1,7 @@
-// Disentangled attention over packed sequences, forward and backward. The kernels of attention with
-// the terms of positions stand in disentangled_attention_fwd.cuh and
-// disentangled_attention_bwd.cuh, and are compiled type by type in
-// disentangled_attention_fwd_<type>.cu and disentangled_attention_bwd_<type>.cu. Here sums by
-// distance become gradients of a table's rows.
+// Disentangled attention over packed sequences, forward and backward. The kernels stand in
+// disentangled_attention_fwd.cuh, _bwd.cuh and _positions.cuh, and are compiled type by type in
+// disentangled_attention_fwd_<type>.cu and so on. Here sums by distance become gradients of a
+// table's rows.
 #include "cuda/disentangled_attention.cuh"
 
 namespace fastbert {

@@ -4,7 +4,5 @@ namespace fastbert {
 
 template void launch_disentangled_attention_bwd_of<fp16>(const DisentangledAttention& p,
                                                          Stream stream);
-template void launch_position_sums_of<fp16>(const DisentangledAttention& p,
-                                            const PositionSums& sums, Stream stream);
 
 }  // namespace fastbert
