@@ -42,7 +42,7 @@ CHECKS = SANITIZERS if os.environ.get("FASTBERT_SANITIZE") == "1" else []
 # For machines that build without a GPU; code for 8.0 runs on 8.6 and 8.9 too.
 ARCHITECTURES = ("8.0", "9.0", "10.0", "12.0")
 # Beginnings of the names of the sources with the most instances.
-LONGEST = ("isa_portable", "attention_bwd")
+LONGEST = ("isa_portable", "attention_bwd", "disentangled_attention")
 PACKAGE_DIR = {"fastbert": "fastbert", "fastbert.kernels": "kernels"}
 
 

@@ -74,6 +74,16 @@ at::Tensor FASTBERT_CUDA_OP(attention_packed_qkv_bwd)(const at::Tensor&, const a
                                                       const at::Tensor&, int64_t, double,
                                                       c10::OptionalArrayRef<int64_t>, double,
                                                       int64_t, const std::optional<at::Tensor>&);
+std::tuple<at::Tensor, at::Tensor> FASTBERT_CUDA_OP(disentangled_attention_fwd)(
+    const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+    const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&, int64_t, double, double,
+    int64_t, const std::optional<at::Tensor>&);
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> FASTBERT_CUDA_OP(
+    disentangled_attention_bwd)(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                const at::Tensor&, const std::optional<at::Tensor>&,
+                                const std::optional<at::Tensor>&, const at::Tensor&,
+                                const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t,
+                                double, double, int64_t, const std::optional<at::Tensor>&);
 at::Tensor FASTBERT_CUDA_OP(unpad)(const at::Tensor&, const at::Tensor&);
 at::Tensor FASTBERT_CUDA_OP(pad)(const at::Tensor&, const at::Tensor&, int64_t);
 at::Tensor FASTBERT_CUDA_OP(row_keep_mask)(const at::Tensor&, int64_t, int64_t, int64_t, int64_t);
@@ -114,6 +124,8 @@ TORCH_LIBRARY_IMPL(fastbert, FASTBERT_CUDA_KEY, m) {
   registered("attention_fwd", &fastbert::FASTBERT_CUDA_OP(attention_fwd));
   registered("attention_bwd", &fastbert::FASTBERT_CUDA_OP(attention_bwd));
   registered("attention_packed_qkv_bwd", &fastbert::FASTBERT_CUDA_OP(attention_packed_qkv_bwd));
+  registered("disentangled_attention_fwd", &fastbert::FASTBERT_CUDA_OP(disentangled_attention_fwd));
+  registered("disentangled_attention_bwd", &fastbert::FASTBERT_CUDA_OP(disentangled_attention_bwd));
   registered("unpad", &fastbert::FASTBERT_CUDA_OP(unpad));
   registered("pad", &fastbert::FASTBERT_CUDA_OP(pad));
   registered("row_keep_mask", &fastbert::FASTBERT_CUDA_OP(row_keep_mask));

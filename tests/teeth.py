@@ -819,8 +819,8 @@ FAULTS = {
     ),
     "CUDA: rows of the next sequence": (
         "csrc/cuda/attention.cuh",
-        "first + row < from.length && column",
-        "column",
+        "first + row < from.length, from.row",
+        "true, from.row",
         "tests/kernels/test_cuda_emulated_attention.py",
     ),
     "CUDA: dq: the next tile is not waited for": (
@@ -841,9 +841,9 @@ FAULTS = {
         "",
         "tests/kernels/test_cuda_emulated_attention.py",
     ),
-    "CUDA: dq: delta": (
+    "CUDA: delta": (
         "csrc/cuda/attention_bwd.cuh",
-        "p * (gradient - delta[h])",
+        "p * (gradient - delta)",
         "p * gradient",
         "tests/kernels/test_cuda_emulated_attention.py",
     ),
@@ -871,11 +871,95 @@ FAULTS = {
         "",
         "tests/kernels/test_cuda_emulated_attention.py",
     ),
-    "CUDA: dkv: dropped scores keep a gradient": (
+    "CUDA: dropped scores keep a gradient": (
         "csrc/cuda/attention_bwd.cuh",
         "gradient = keep ? gradient * a.dropout.scale : 0.0f;",
         "gradient = gradient * a.dropout.scale;",
         "tests/kernels/test_cuda_emulated_attention.py",
+    ),
+    "CUDA: terms of own rows are not turned to their pairs": (
+        "csrc/cuda/disentangled_attention.cuh",
+        "add(s, turn_rows(merge<OwnRun>(above, below)));",
+        "add(s, merge<OwnRun>(above, below));",
+        "tests/kernels/test_cuda_emulated_disentangled_attention.py",
+    ),
+    "CUDA: runs of the other side's distances overlap": (
+        "csrc/cuda/disentangled_attention.cuh",
+        "return distance + column < 16;",
+        "return distance + column <= 16;",
+        "tests/kernels/test_cuda_emulated_disentangled_attention.py",
+    ),
+    "CUDA: distances of keys taken for those of queries": (
+        "csrc/cuda/disentangled_attention.cuh",
+        "from_keys ? -distance : distance",
+        "distance",
+        "tests/kernels/test_cuda_emulated_disentangled_attention.py",
+    ),
+    "CUDA: rows of a band overwritten before they are read": (
+        "csrc/cuda/disentangled_attention.cuh",
+        "kOwnRuns + 2 * kOtherRuns, kOwnsKeys>",
+        "kOwnRuns + kOtherRuns, kOwnsKeys>",
+        "tests/kernels/test_cuda_emulated_disentangled_attention.py",
+    ),
+    "CUDA: gradients of both runs from one of a table": (
+        "csrc/cuda/disentangled_attention.cuh",
+        "own_.rows(), own_.place(run + i));",
+        "own_.rows(), own_.place(run));",
+        "tests/kernels/test_cuda_emulated_disentangled_attention.py",
+    ),
+    "CUDA: sums of positions: the next rows are not waited for": (
+        "csrc/cuda/disentangled_attention_positions.cuh",
+        "    copy_async_wait<0>();\n    __syncthreads();  // the next rows",
+        "    __syncthreads();  // the next rows",
+        "tests/kernels/test_cuda_emulated_disentangled_attention.py",
+    ),
+    "CUDA: sums of positions: barrier between pieces": (
+        "csrc/cuda/disentangled_attention_positions.cuh",
+        "    __syncthreads();  // the next rows are there, and these may be overwritten\n",
+        "",
+        "tests/kernels/test_cuda_emulated_disentangled_attention.py",
+    ),
+    "CUDA: sums of positions: keys behind the last": (
+        "csrc/cuda/disentangled_attention_positions.cuh",
+        "      if (first_key + key >= piece.length) p = 0.0f;\n",
+        "",
+        "tests/kernels/test_cuda_emulated_disentangled_attention.py",
+    ),
+    "CUDA: sums of positions: not scaled": (
+        "csrc/cuda/disentangled_attention_positions.cuh",
+        "= sums[j][2 * h + e] * a.softmax_scale;",
+        "= sums[j][2 * h + e];",
+        "tests/kernels/test_cuda_emulated_disentangled_attention.py",
+    ),
+    "CUDA: sums of positions: a sequence in two parts": (
+        "csrc/cuda/disentangled_attention_positions.cuh",
+        "sequence < sequences; sequence += step) {",
+        "sequence < sequences; ++sequence) {",
+        "tests/kernels/test_cuda_emulated_disentangled_attention.py",
+    ),
+    "CUDA: second diagonal of a distance forgotten": (
+        "csrc/cuda/disentangled_attention.cu",
+        "  if (below < sums.diagonals) sum += part[(below * 32 + rest) * row_step];\n",
+        "",
+        "tests/kernels/test_cuda_emulated_disentangled_attention.py",
+    ),
+    "CUDA: distances beyond the last bucket forgotten": (
+        "csrc/cuda/disentangled_attention.cu",
+        "end == 2 * p.reach + 1 ? furthest : min(last, furthest)",
+        "min(last, furthest)",
+        "tests/kernels/test_cuda_emulated_disentangled_attention.py",
+    ),
+    "CUDA: barrier before slices of distances are read": (
+        "csrc/cuda/disentangled_attention.cu",
+        "of_slices[slice * kColumns + lane] = sum;\n    __syncthreads();\n",
+        "of_slices[slice * kColumns + lane] = sum;\n",
+        "tests/kernels/test_cuda_emulated_disentangled_attention.py",
+    ),
+    "CUDA: barrier after slices of distances were read": (
+        "csrc/cuda/disentangled_attention.cu",
+        "    __syncthreads();  // the columns before these have been read\n",
+        "",
+        "tests/kernels/test_cuda_emulated_disentangled_attention.py",
     ),
     "CUDA: rows of unpad from the wrong side": (
         "csrc/cuda/unpad.cu",

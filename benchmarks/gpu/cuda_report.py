@@ -101,7 +101,7 @@ def demangled(symbols: list[str]) -> list[str]:
     types = {"__nv_bfloat16": "bf16", "__half": "fp16", "float": "fp32"}
     for long, name in types.items():
         short = short.replace(long, name)
-    return [re.sub(r"^void |\((?:\w|const|[ &*])*\)$", "", name) for name in short.splitlines()]
+    return [re.sub(r"^void |\((?:\w|[ ,&*])*\)$", "", name) for name in short.splitlines()]
 
 
 def faults(row: dict) -> list[str]:

@@ -30,6 +30,10 @@ constexpr int kWidestOfThree = 32;
 constexpr int kWidestOfThree = 64;
 #endif
 
+// Whether registers hold a warp's own rows beside all else.
+template <typename T>
+constexpr bool kFitsRegisters = !std::is_same_v<T, float>;
+
 // Blocks that a multiprocessor is to hold at a time; with more, registers would be spilled.
 template <typename T>
 constexpr int resident_blocks(int dim) {
@@ -122,10 +126,16 @@ __device__ __forceinline__ Range rows_in_sight(int first, int length, int before
 
 // --- tiles in shared memory ---
 
+template <typename T>
+struct alignas(2 * sizeof(T)) Two {
+  T element[2];
+};
+
 // Rows of kDim elements in pieces of 16 bytes, which are swapped about within a row such that the
 // same piece of eight neighbouring rows lies in eight different groups of banks.
 template <typename T, int kDim>
 struct Tile {
+  using Element = T;
   static constexpr int kPiece = 16 / sizeof(T);
   static constexpr int kPieces = kDim / kPiece;
   Shared<T> data;
@@ -137,6 +147,19 @@ struct Tile {
   __device__ __forceinline__ Shared<T> at(int row, int piece) const {
     return data + place(row, piece);
   }
+
+  struct Row {
+    const Tile& tile;
+    int index;
+
+    __device__ __forceinline__ Pack<T> pack(int piece) const {
+      return *shared_cast<Pack<T>>(tile.at(index, piece));
+    }
+    __device__ __forceinline__ Two<T> two(int column) const {
+      return *shared_cast<Two<T>>(tile.at(index, column / kPiece) + column % kPiece);
+    }
+  };
+  __device__ __forceinline__ Row row(int index) const { return {*this, index}; }
 };
 
 // The columns from `column` on of a row that are there; zeros behind the head dim.
@@ -151,34 +174,48 @@ __device__ __forceinline__ Pack<T> load_piece(const T* row, int column, int head
   return pack;
 }
 
-// Brings rows [first, first + kRows) into a tile; zeros where there are none, and behind the head
-// dim: what lies in memory there is another sequence's or nobody's.
-template <int kRows, typename T, int kDim>
-__device__ __forceinline__ void bring(const Tile<T, kDim>& tile, const HeadRows<const T>& from,
-                                      int first, int head_dim, bool wide) {
+template <typename T>
+struct RowCopy {
+  int to;  // row of a tile
+  bool there;
+  const T* from;  // its first element
+};
+
+// Brings the rows that row_copy(0) to row_copy(kRows - 1) name into a tile; zeros where there are
+// none, and behind the head dim: what lies in memory there is another sequence's or nobody's.
+// `anywhere` may be read.
+template <int kRows, int kBlockThreads, typename T, int kDim, typename F>
+__device__ __forceinline__ void bring_rows(const Tile<T, kDim>& tile, const T* anywhere,
+                                           int head_dim, bool wide, F row_copy) {
   using Piece = Tile<T, kDim>;
-  static_assert(kRows * Piece::kPieces % kThreads == 0);
-#pragma unroll
-  for (int i = 0; i < kRows * Piece::kPieces / kThreads; ++i) {
-    const int index = static_cast<int>(threadIdx.x) + i * kThreads;
-    const int row = index / Piece::kPieces, piece = index % Piece::kPieces;
-    const int column = piece * Piece::kPiece;
-    const bool there = first + row < from.length && column < head_dim;
-    const Shared<T> to = tile.at(row, piece);
+  constexpr int kCopies = kRows * Piece::kPieces / kBlockThreads;
+  static_assert(kRows * Piece::kPieces % kBlockThreads == 0);
+  // Addresses take registers: in fp32 those of one at a time, of a warp alone, which makes many,
+  // two.
+#pragma unroll(!kFitsRegisters<T> ? 1 : kBlockThreads < kThreads ? 2 : kCopies)
+  for (int i = 0; i < kCopies; ++i) {
+    const int index = static_cast<int>(threadIdx.x) + i * kBlockThreads;
+    const int piece = index % Piece::kPieces, column = piece * Piece::kPiece;
+    const RowCopy<T> copy = row_copy(index / Piece::kPieces);
+    const bool there = copy.there && column < head_dim;
+    const Shared<T> to = tile.at(copy.to, piece);
     if (wide) {
-      const T* source = there ? from.row(first + row) + column : from.data;
-      copy_async_16(shared_cast<char>(to), source, there ? 16 : 0);
+      copy_async_16(shared_cast<char>(to), there ? copy.from + column : anywhere, there ? 16 : 0);
     } else {
       const int columns = there ? head_dim : 0;
-      *shared_cast<Pack<T>>(to) = load_piece(from.row(first + row), column, columns, false);
+      *shared_cast<Pack<T>>(to) = load_piece(copy.from, column, columns, false);
     }
   }
 }
 
-template <typename T>
-struct alignas(2 * sizeof(T)) Two {
-  T element[2];
-};
+// Rows [first, first + kRows) of a head.
+template <int kRows, int kBlockThreads = kThreads, typename T, int kDim>
+__device__ __forceinline__ void bring(const Tile<T, kDim>& tile, const HeadRows<const T>& from,
+                                      int first, int head_dim, bool wide) {
+  bring_rows<kRows, kBlockThreads>(tile, from.data, head_dim, wide, [&](int row) {
+    return RowCopy<T>{row, first + row < from.length, from.row(first + row)};
+  });
+}
 
 // Writes a warp's rows, `factor` times the sums, by way of its own rows of a tile that is done
 // with.
@@ -222,89 +259,103 @@ __device__ __forceinline__ void write_rows(const Tile<T, kDim>& tile,
 }
 
 // --- products ---
+//
+// Of sixteen rows of a tile with sixteen rows of another, each with each: the left ones are the
+// rows of the scores.
+
+template <typename T, int kDim>
+__device__ __forceinline__ Fragment load_left(const Tile<T, kDim>& tile, int first, int k) {
+  return load_matrices<T>(tile.at(first + lane_of() % 16, 2 * k + lane_of() / 16));
+}
+
+template <typename T, int kDim>
+__device__ __forceinline__ void add_step(Scores& s, const Fragment& left,
+                                         const Tile<T, kDim>& right, int first, int k) {
+  const int row = first + lane_of() / 16 * 8 + lane_of() % 8, piece = lane_of() / 8 % 2;
+  const Fragment other = load_matrices<T>(right.at(row, 2 * k + piece));
+  multiply_add<T>(s.score[0], left, other.pair[0], other.pair[1]);
+  multiply_add<T>(s.score[1], left, other.pair[2], other.pair[3]);
+}
+
+template <typename T, int kDim>
+__device__ __forceinline__ std::enable_if_t<sizeof(T) == 2, Scores> product(
+    const Tile<T, kDim>& left, int first_left, const Tile<T, kDim>& right, int first_right) {
+  Scores s{};
+#pragma unroll 2
+  for (int k = 0; k < kDim / 16; ++k) {
+    add_step(s, load_left(left, first_left, k), right, first_right, k);
+  }
+  return s;
+}
+
+// In fp32 rows may also be those of a table that is not in shared memory.
+template <typename Left, typename Right>
+__device__ __forceinline__ std::enable_if_t<std::is_same_v<typename Left::Element, float>, Scores>
+product(const Left& left, int first_left, const Right& right, int first_right) {
+  const int g = lane_of() / 4, t = lane_of() % 4;
+  const typename Left::Row own_rows[2] = {left.row(first_left + g), left.row(first_left + g + 8)};
+  const typename Right::Row other_rows[4] = {
+      right.row(first_right + 2 * t), right.row(first_right + 2 * t + 1),
+      right.row(first_right + 2 * t + 8), right.row(first_right + 2 * t + 9)};
+  Scores s{};
+#pragma unroll 1
+  for (int piece = 0; piece < Left::kPieces; ++piece) {
+    const Pack<float> own[2] = {own_rows[0].pack(piece), own_rows[1].pack(piece)};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Pack<float> other = other_rows[i].pack(piece);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float& score = s.score[i / 2][2 * h + i % 2];
+#pragma unroll
+        for (int d = 0; d < 4; ++d) score = fmaf(own[h].element[d], other.element[d], score);
+      }
+    }
+  }
+  return s;
+}
 
 // A warp's sixteen rows as the left side of products, kept in registers or, where those are needed
-// for more, loaded for each product.
+// for more, loaded for each product. In fp32 they never fit.
 template <typename T, int kDim, bool kKept>
 class OwnRows {
  public:
-  __device__ __forceinline__ explicit OwnRows(const Tile<T, kDim>& tile) : tile_(tile) {
-    if constexpr (kKept) {
+  __device__ __forceinline__ explicit OwnRows(const Tile<T, kDim>& tile) {
 #pragma unroll
-      for (int k = 0; k < kDim / 16; ++k) kept_[k] = load(k);
-    }
+    for (int k = 0; k < kDim / 16; ++k) kept_[k] = load_left(tile, first_row_of_warp(), k);
   }
 
-  // With sixteen rows of another tile, from `first` on, each with each.
   __device__ __forceinline__ Scores times(const Tile<T, kDim>& tile, int first) const {
-    const int row = first + lane_of() / 16 * 8 + lane_of() % 8, piece = lane_of() / 8 % 2;
     Scores s{};
-#pragma unroll(kKept ? kDim / 16 : 2)
-    for (int k = 0; k < kDim / 16; ++k) {
-      Fragment own;
-      if constexpr (kKept) {
-        own = kept_[k];
-      } else {
-        own = load(k);
-      }
-      const Fragment other = load_matrices<T>(tile.at(row, 2 * k + piece));
-      multiply_add<T>(s.score[0], own, other.pair[0], other.pair[1]);
-      multiply_add<T>(s.score[1], own, other.pair[2], other.pair[3]);
-    }
+#pragma unroll
+    for (int k = 0; k < kDim / 16; ++k) add_step(s, kept_[k], tile, first, k);
     return s;
   }
 
  private:
-  __device__ __forceinline__ Fragment load(int k) const {
-    const int row = first_row_of_warp() + lane_of() % 16;
-    return load_matrices<T>(tile_.at(row, 2 * k + lane_of() / 16));
-  }
-
-  Tile<T, kDim> tile_;
-  Fragment kept_[kKept ? kDim / 16 : 1];
+  Fragment kept_[kDim / 16];
 };
 
-template <int kDim, bool kKept>
-class OwnRows<float, kDim, kKept> {
+template <typename T, int kDim>
+class OwnRows<T, kDim, false> {
  public:
-  __device__ __forceinline__ explicit OwnRows(const Tile<float, kDim>& tile) : tile_(tile) {}
+  __device__ __forceinline__ explicit OwnRows(const Tile<T, kDim>& tile) : tile_(tile) {}
 
-  __device__ __forceinline__ Scores times(const Tile<float, kDim>& tile, int first) const {
-    const int g = lane_of() / 4, t = lane_of() % 4;
-    Scores s{};
-#pragma unroll 1
-    for (int piece = 0; piece < Tile<float, kDim>::kPieces; ++piece) {
-      Pack<float> own[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        own[h] = *shared_cast<Pack<float>>(tile_.at(first_row_of_warp() + g + 8 * h, piece));
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int j = i / 2, e = i % 2;
-        const Pack<float> other =
-            *shared_cast<Pack<float>>(tile.at(first + 8 * j + 2 * t + e, piece));
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-#pragma unroll
-          for (int d = 0; d < 4; ++d) {
-            s.score[j][2 * h + e] =
-                fmaf(own[h].element[d], other.element[d], s.score[j][2 * h + e]);
-          }
-        }
-      }
-    }
-    return s;
+  template <typename Rows>
+  __device__ __forceinline__ Scores times(const Rows& rows, int first) const {
+    return product(tile_, first_row_of_warp(), rows, first);
   }
 
  private:
-  Tile<float, kDim> tile_;
+  Tile<T, kDim> tile_;
 };
 
 // sums += s times sixteen rows of a tile, from `first` on.
 template <typename T, int kDim>
-__device__ __forceinline__ void add_product(float (&sums)[kDim / 8][4], const Scores& s,
-                                            const Tile<T, kDim>& tile, int first) {
+__device__ __forceinline__ std::enable_if_t<sizeof(T) == 2> add_product(float (&sums)[kDim / 8][4],
+                                                                        const Scores& s,
+                                                                        const Tile<T, kDim>& tile,
+                                                                        int first) {
   Fragment own;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -320,9 +371,9 @@ __device__ __forceinline__ void add_product(float (&sums)[kDim / 8][4], const Sc
   }
 }
 
-template <int kDim>
-__device__ __forceinline__ void add_product(float (&sums)[kDim / 8][4], const Scores& s,
-                                            const Tile<float, kDim>& tile, int first) {
+template <int kEights, typename Rows>
+__device__ __forceinline__ std::enable_if_t<std::is_same_v<typename Rows::Element, float>>
+add_product(float (&sums)[kEights][4], const Scores& s, const Rows& rows, int first) {
   const int t = lane_of() % 4;
 #pragma unroll 1  // loads of later rows would cost registers
   for (int i = 0; i < 16; ++i) {
@@ -334,10 +385,10 @@ __device__ __forceinline__ void add_product(float (&sums)[kDim / 8][4], const Sc
       const float odd = i < 8 ? s.score[0][2 * h + 1] : s.score[1][2 * h + 1];
       own[h] = __shfl_sync(kWholeWarp, i % 2 == 0 ? even : odd, holder);
     }
+    const typename Rows::Row row = rows.row(first + i);
 #pragma unroll
-    for (int j = 0; j < kDim / 8; ++j) {
-      const Shared<float> at = tile.at(first + i, 2 * j + t / 2) + t % 2 * 2;
-      const Two<float> other = *shared_cast<Two<float>>(at);
+    for (int j = 0; j < kEights; ++j) {
+      const Two<float> other = row.two(8 * j + 2 * t);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         sums[j][k] = fmaf(own[k / 2], other.element[k % 2], sums[j][k]);
@@ -352,6 +403,24 @@ __device__ __forceinline__ float reduce_quad(float x) {
   x = Combine::of(x, __shfl_xor_sync(kWholeWarp, x, 1));
   return Combine::of(x, __shfl_xor_sync(kWholeWarp, x, 2));
 }
+
+// --- terms beside the products of queries and keys ---
+
+// Attention has none. Those of disentangled attention stand in disentangled_attention.cuh.
+struct NoTerms {
+  template <typename Inputs>
+  __device__ __forceinline__ NoTerms(const Inputs&, Shared<char>, int) {}
+
+  // Begins to bring what the first tile and every further one need of a block.
+  __device__ __forceinline__ void bring_first() const {}
+  // What the tile needs that begins with this row of the other side.
+  __device__ __forceinline__ void bring(int) const {}
+
+  template <typename Own, typename Others>
+  __device__ __forceinline__ void add_to(Scores&, const Own&, const Others&, int, int) const {}
+  template <int kEights>
+  __device__ __forceinline__ void add_gradient(float (&)[kEights][4], const Scores&, int) const {}
+};
 
 // --- what is seen and what is kept ---
 

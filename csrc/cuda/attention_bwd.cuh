@@ -7,10 +7,9 @@
 namespace fastbert {
 
 // Tiles of a block's own rows, of which there are two, and of the other side's.
-template <typename T, int kDim>
+template <typename T, int kDim, int kOtherRows>
 struct BackwardTiles {
-  static constexpr bool kSmall = kDim <= 64;
-  static constexpr int kOthers = std::is_same_v<T, float> ? (kSmall ? 32 : 16) : (kSmall ? 64 : 32);
+  static constexpr int kOthers = kOtherRows;
   static constexpr size_t kElements = (2 * kOwnRows + 2 * 2 * kOthers) * kDim;
   static constexpr size_t kBytes = kElements * sizeof(T);
   static constexpr size_t kStatisticsBytes = 2 * 2 * kOthers * sizeof(float);
@@ -25,6 +24,9 @@ struct BackwardTiles {
   // Base and delta of each query of a tile, for each stage.
   __device__ __forceinline__ Shared<Two<float>> statistics() const {
     return shared_cast<Two<float>>(data + kElements);
+  }
+  __device__ __forceinline__ Shared<char> behind(size_t bytes) const {
+    return shared_cast<char>(data) + bytes;
   }
 };
 
@@ -54,10 +56,26 @@ __device__ __forceinline__ float delta_of(const HeadRows<const T>& out,
   return reduce_quad<Sum>(sum);
 }
 
-template <typename T, int kDim>
-__global__ void __launch_bounds__(kThreads, resident_blocks<T>(kDim))
-    attention_bwd_dq_kernel(const Attention a) {
-  using Tiles = BackwardTiles<T, kDim>;
+// Of a score: what its value is multiplied by, and the gradient, both not yet scaled by
+// softmax_scale.
+struct Weighed {
+  float weight, gradient;
+};
+
+__device__ __forceinline__ Weighed weigh(const Attention& a, const DropoutStream& stream,
+                                         const ScoreBits& bits, int j, int i, float p,
+                                         float gradient, float delta) {
+  float weight = p;
+  if (a.dropout.threshold > 0) {
+    const bool keep = keeps(stream, bits, j, i);
+    weight = keep ? p * a.dropout.scale : 0.0f;
+    gradient = keep ? gradient * a.dropout.scale : 0.0f;
+  }
+  return {weight, p * (gradient - delta)};
+}
+
+template <typename T, int kDim, typename Tiles, typename Terms, typename Inputs>
+__device__ __forceinline__ void attention_bwd_dq(const Attention& a, const Inputs& inputs) {
   constexpr int kKeys = Tiles::kOthers;
   const Block own = find_block(a.cu_seqlens_q, a.sequences, a.rows_q);
   if (own.first >= own.length) return;
@@ -71,10 +89,13 @@ __global__ void __launch_bounds__(kThreads, resident_blocks<T>(kDim))
   const float scale = a.softmax_scale * kLog2E;
 
   const Tiles tiles;
+  const Terms terms(inputs, tiles.behind(Tiles::kBytes), own.first);
   const auto bring_keys = [&](int stage, int first) {
     bring<kKeys>(tiles.other(stage, 0), k_rows, first, a.head_dim, a.wide);
     bring<kKeys>(tiles.other(stage, 1), v_rows, first, a.head_dim, a.wide);
+    terms.bring(first);
   };
+  terms.bring_first();
   bring<kOwnRows>(tiles.own(0), q_rows, own.first, a.head_dim, a.wide);
   bring<kOwnRows>(tiles.own(1), dout_rows, own.first, a.head_dim, a.wide);
   if (range.low < range.high) bring_keys(0, range.low);
@@ -95,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, resident_blocks<T>(kDim))
 
   copy_async_wait<0>();
   __syncthreads();
-  const OwnRows<T, kDim, true> queries(tiles.own(0)), gradients(tiles.own(1));
+  const OwnRows<T, kDim, kFitsRegisters<T>> queries(tiles.own(0)), gradients(tiles.own(1));
   float dq[kDim / 8][4] = {};
   int stage = 0;
   for (int first = range.low; first < range.high; first += kKeys, stage ^= 1) {
@@ -106,6 +127,7 @@ __global__ void __launch_bounds__(kThreads, resident_blocks<T>(kDim))
     for (int c = 0; c < kKeys; c += kWarpRows) {
       const int key = first + c + lane_of() % 4 * 2;
       Scores s = queries.times(tiles.other(stage, 0), c);
+      terms.add_to(s, queries, tiles.other(stage, 0), c, first + c);
       const Scores dp = gradients.times(tiles.other(stage, 1), c);
       ScoreBits bits;
       if (a.dropout.threshold > 0) {
@@ -119,14 +141,11 @@ __global__ void __launch_bounds__(kThreads, resident_blocks<T>(kDim))
           const int h = i / 2;
           float p = exp2f(s.score[j][i] * scale - base[h]);
           if (!all && !sees(a, query + 8 * h, key + 8 * j + i % 2, keys.length)) p = 0.0f;
-          float gradient = dp.score[j][i];
-          if (a.dropout.threshold > 0) {
-            gradient = keeps(stream, bits, j, i) ? gradient * a.dropout.scale : 0.0f;
-          }
-          s.score[j][i] = p * (gradient - delta[h]);
+          s.score[j][i] = weigh(a, stream, bits, j, i, p, dp.score[j][i], delta[h]).gradient;
         }
       }
       add_product(dq, s, tiles.other(stage, 0), c);
+      terms.add_gradient(dq, s, first + c);
     }
     copy_async_wait<0>();
     __syncthreads();  // the next tile is there, and this one may be overwritten
@@ -137,10 +156,8 @@ __global__ void __launch_bounds__(kThreads, resident_blocks<T>(kDim))
 }
 
 // Scores here have keys as rows, so that they are what the sums over queries multiply.
-template <typename T, int kDim>
-__global__ void __launch_bounds__(kThreads, resident_blocks<T>(kDim))
-    attention_bwd_dkv_kernel(const Attention a) {
-  using Tiles = BackwardTiles<T, kDim>;
+template <typename T, int kDim, typename Tiles, typename Terms, typename Inputs>
+__device__ __forceinline__ void attention_bwd_dkv(const Attention& a, const Inputs& inputs) {
   constexpr int kQueries = Tiles::kOthers;
   const Block own = find_block(a.cu_seqlens_k, a.sequences, a.rows_k);
   if (own.first >= own.length) return;
@@ -155,11 +172,14 @@ __global__ void __launch_bounds__(kThreads, resident_blocks<T>(kDim))
   const float scale = a.softmax_scale * kLog2E;
 
   const Tiles tiles;
+  const Terms terms(inputs, tiles.behind(Tiles::kBytes + Tiles::kStatisticsBytes), own.first);
   const Shared<Two<float>> statistics = tiles.statistics();
   const auto bring_queries = [&](int stage, int first) {
     bring<kQueries>(tiles.other(stage, 0), q_rows, first, a.head_dim, a.wide);
     bring<kQueries>(tiles.other(stage, 1), dout_rows, first, a.head_dim, a.wide);
+    terms.bring(first);
   };
+  terms.bring_first();
   const int thread = static_cast<int>(threadIdx.x);
   const auto load_statistics = [&](int first) {
     const int row = first + thread;
@@ -175,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, resident_blocks<T>(kDim))
   copy_async_wait<0>();
   __syncthreads();
 
-  constexpr bool kKept = Tiles::kSmall;
+  constexpr bool kKept = kDim <= 64 && kFitsRegisters<T>;
   const OwnRows<T, kDim, kKept> keys(tiles.own(0)), values(tiles.own(1));
   const int key = own.first + first_row_of_warp() + lane_of() / 4;
   float dk[kDim / 8][4] = {}, dv[kDim / 8][4] = {};
@@ -184,11 +204,14 @@ __global__ void __launch_bounds__(kThreads, resident_blocks<T>(kDim))
     const bool more = first + kQueries < range.high;
     if (more) bring_queries(stage ^ 1, first + kQueries);
     copy_async_commit();
-    const Two<float> next = load_statistics(more ? first + kQueries : queries.length);
+    const int next_first = more ? first + kQueries : queries.length;
+    Two<float> next;
+    if (kKept) next = load_statistics(next_first);  // early where they do not cost registers
     const bool all = sees_all(a, first, kQueries, own.first, kOwnRows, own.length);
 #pragma unroll 1
     for (int c = 0; c < kQueries; c += kWarpRows) {
       Scores p = keys.times(tiles.other(stage, 0), c);
+      terms.add_to(p, keys, tiles.other(stage, 0), c, first + c);
       Scores ds = values.times(tiles.other(stage, 1), c);
       ScoreBits bits;
       if (a.dropout.threshold > 0) {
@@ -207,20 +230,18 @@ __global__ void __launch_bounds__(kThreads, resident_blocks<T>(kDim))
             float& gradient = ds.score[j][2 * h + e];
             weight = exp2f(weight * scale - statistic.element[0]);
             if (!all && !sees(a, first + query, key + 8 * h, own.length)) weight = 0.0f;
-            float kept = weight;
-            if (a.dropout.threshold > 0) {
-              const bool keep = keeps(stream, bits, j, 2 * h + e);
-              kept = keep ? weight * a.dropout.scale : 0.0f;
-              gradient = keep ? gradient * a.dropout.scale : 0.0f;
-            }
-            gradient = weight * (gradient - statistic.element[1]);
-            weight = kept;
+            const Weighed w =
+                weigh(a, stream, bits, j, 2 * h + e, weight, gradient, statistic.element[1]);
+            weight = w.weight;
+            gradient = w.gradient;
           }
         }
       }
       add_product(dv, p, tiles.other(stage, 1), c);
       add_product(dk, ds, tiles.other(stage, 0), c);
+      terms.add_gradient(dk, ds, first + c);
     }
+    if (!kKept) next = load_statistics(next_first);
     if (thread < kQueries) statistics[(stage ^ 1) * kQueries + thread] = next;
     copy_async_wait<0>();
     __syncthreads();  // the next tile is there, and this one may be overwritten
@@ -232,11 +253,27 @@ __global__ void __launch_bounds__(kThreads, resident_blocks<T>(kDim))
              a.head_dim, a.wide);
 }
 
+template <typename T, int kDim>
+using AttentionBackwardTiles =
+    BackwardTiles<T, kDim, (kDim <= 64 ? 64 : 32) / (std::is_same_v<T, float> ? 2 : 1)>;
+
+template <typename T, int kDim>
+__global__ void __launch_bounds__(kThreads, resident_blocks<T>(kDim))
+    attention_bwd_dq_kernel(const Attention a) {
+  attention_bwd_dq<T, kDim, AttentionBackwardTiles<T, kDim>, NoTerms>(a, a);
+}
+
+template <typename T, int kDim>
+__global__ void __launch_bounds__(kThreads, resident_blocks<T>(kDim))
+    attention_bwd_dkv_kernel(const Attention a) {
+  attention_bwd_dkv<T, kDim, AttentionBackwardTiles<T, kDim>, NoTerms>(a, a);
+}
+
 template <typename T>
 void launch_attention_bwd_of(const Attention& a, Stream stream) {
   with_padded_dim(a.head_dim, [&](auto dim) {
     constexpr int kDim = decltype(dim)::value;
-    using Tiles = BackwardTiles<T, kDim>;
+    using Tiles = AttentionBackwardTiles<T, kDim>;
     if (a.rows_q > 0) {
       launch(attention_bwd_dq_kernel<T, kDim>, dim3(blocks_of(a.rows_q, a.sequences), a.heads),
              kThreads, Tiles::kBytes, stream, a);

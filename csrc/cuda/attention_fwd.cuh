@@ -5,9 +5,9 @@
 
 namespace fastbert {
 
-template <typename T, int kDim>
+template <typename T, int kDim, int kKeyRows>
 struct ForwardTiles {
-  static constexpr int kKeys = std::is_same_v<T, float> ? 32 : 64;
+  static constexpr int kKeys = kKeyRows;
   static constexpr size_t kBytes = (kOwnRows + 2 * 2 * kKeys) * kDim * sizeof(T);
   static_assert(kBytes <= kMostShared);
 
@@ -19,6 +19,9 @@ struct ForwardTiles {
   }
   __device__ __forceinline__ Tile<T, kDim> v(int stage) const {
     return {k(stage).data + kKeys * kDim};
+  }
+  __device__ __forceinline__ Shared<char> behind() const {
+    return shared_cast<char>(data) + kBytes;
   }
 };
 
@@ -81,10 +84,9 @@ __device__ __forceinline__ void hide_unseen(const Attention& a, int first_query,
   }
 }
 
-template <typename T, int kDim>
-__global__ void __launch_bounds__(kThreads, resident_blocks<T>(kDim))
-    attention_fwd_kernel(const Attention a) {
-  using Tiles = ForwardTiles<T, kDim>;
+// `Terms` are added to the products of queries and keys, from what `inputs` has beside `a`.
+template <typename T, int kDim, typename Tiles, typename Terms, typename Inputs>
+__device__ __forceinline__ void attention_fwd(const Attention& a, const Inputs& inputs) {
   constexpr int kKeys = Tiles::kKeys, kPieces = kKeys / kWarpRows;
   const Block own = find_block(a.cu_seqlens_q, a.sequences, a.rows_q);
   if (own.first >= own.length) return;
@@ -97,16 +99,19 @@ __global__ void __launch_bounds__(kThreads, resident_blocks<T>(kDim))
   const float scale = a.softmax_scale * kLog2E;
 
   const Tiles tiles;
+  const Terms terms(inputs, tiles.behind(), own.first);
   const auto bring_keys = [&](int stage, int first) {
     bring<kKeys>(tiles.k(stage), k_rows, first, a.head_dim, a.wide);
     bring<kKeys>(tiles.v(stage), v_rows, first, a.head_dim, a.wide);
+    terms.bring(first);
   };
+  terms.bring_first();
   bring<kOwnRows>(tiles.q(), q_rows, own.first, a.head_dim, a.wide);
   if (range.low < range.high) bring_keys(0, range.low);
   copy_async_commit();
   copy_async_wait<0>();
   __syncthreads();
-  const OwnRows<T, kDim, true> queries(tiles.q());
+  const OwnRows<T, kDim, kFitsRegisters<T>> queries(tiles.q());
   RunningSoftmax<kDim> softmax;
   int stage = 0;
   for (int first = range.low; first < range.high; first += kKeys, stage ^= 1) {
@@ -116,6 +121,7 @@ __global__ void __launch_bounds__(kThreads, resident_blocks<T>(kDim))
 #pragma unroll
     for (int c = 0; c < kPieces; ++c) {
       s[c] = queries.times(tiles.k(stage), c * kWarpRows);
+      terms.add_to(s[c], queries, tiles.k(stage), c * kWarpRows, first + c * kWarpRows);
 #pragma unroll
       for (int i = 0; i < 8; ++i) s[c].score[i / 4][i % 4] *= scale;
     }
@@ -162,12 +168,21 @@ __global__ void __launch_bounds__(kThreads, resident_blocks<T>(kDim))
              a.head_dim, a.wide);
 }
 
+template <typename T, int kDim>
+using AttentionForwardTiles = ForwardTiles<T, kDim, std::is_same_v<T, float> ? 32 : 64>;
+
+template <typename T, int kDim>
+__global__ void __launch_bounds__(kThreads, resident_blocks<T>(kDim))
+    attention_fwd_kernel(const Attention a) {
+  attention_fwd<T, kDim, AttentionForwardTiles<T, kDim>, NoTerms>(a, a);
+}
+
 template <typename T>
 void launch_attention_fwd_of(const Attention& a, Stream stream) {
   with_padded_dim(a.head_dim, [&](auto dim) {
     constexpr int kDim = decltype(dim)::value;
     launch(attention_fwd_kernel<T, kDim>, dim3(blocks_of(a.rows_q, a.sequences), a.heads), kThreads,
-           ForwardTiles<T, kDim>::kBytes, stream, a);
+           AttentionForwardTiles<T, kDim>::kBytes, stream, a);
   });
 }
 

@@ -288,6 +288,31 @@ struct Attention {
 void launch_attention_fwd(const Attention& a, Stream stream);
 void launch_attention_bwd(const Attention& a, Stream stream);
 
+// --- disentangled_attention: letters as attention's, T rows of queries and of keys, R rows of a
+// position table, M half the width of the bucket table ---
+
+struct DisentangledAttention {
+  Attention content;                   // queries and keys share their rows; no window
+  Heads position_key, position_query;  // (R, N, D); no data without that term
+  const int32_t* buckets;  // (2 M + 1,), rising: rows of the tables for distances from -M to M
+  int reach;               // M
+};
+void launch_disentangled_attention_fwd(const DisentangledAttention& p, Stream stream);
+void launch_disentangled_attention_bwd(const DisentangledAttention& p, Stream stream);
+
+// The gradient of one of the tables, after backward has left delta: sums over the pairs of rows at
+// each distance, for pieces of sixteen rows on each diagonal and some of the sequences, then over
+// the distances of each bucket.
+struct PositionSums {
+  bool of_position_key;
+  int64_t parts, diagonals;  // 2 ceil(longest sequence / 16) - 1
+  float* sums;               // (parts, diagonals, 32, N, D)
+  int64_t table_rows;
+  void* gradient;  // (R, N, D)
+};
+void launch_position_gradient(const DisentangledAttention& p, const PositionSums& sums,
+                              Stream stream);
+
 // --- unpad: letters R rows of the longer tensor, T rows ---
 
 struct MoveRows {

@@ -252,6 +252,8 @@ inline bf16 from_float<bf16>(float x) {
 
 // --- what CUDA declares in the global namespace ---
 
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 
 inline void __syncthreads(fastbert::cuda_on_cpu::Site site = fastbert::cuda_on_cpu::Site::here()) {

@@ -112,7 +112,8 @@ disentangled_attention_fwd = dispatch.register_op(
     reference=_fwd_with_mask,
     triton="fastbert.kernels.disentangled_attention:disentangled_attention_fwd",
     cpu=True,
-    not_supported={"cpu": _kernel_reasons, "triton": _gpu_reasons},
+    cuda=True,
+    not_supported={"cpu": _kernel_reasons, "triton": _gpu_reasons, "cuda": _gpu_reasons},
 )
 disentangled_attention_bwd = dispatch.register_op(
     "disentangled_attention_bwd",
@@ -123,7 +124,8 @@ disentangled_attention_bwd = dispatch.register_op(
     reference=_bwd_with_mask,
     triton="fastbert.kernels.disentangled_attention:disentangled_attention_bwd",
     cpu=True,
-    not_supported={"cpu": _kernel_reasons, "triton": _gpu_reasons},
+    cuda=True,
+    not_supported={"cpu": _kernel_reasons, "triton": _gpu_reasons, "cuda": _gpu_reasons},
 )
 
 

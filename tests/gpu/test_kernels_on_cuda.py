@@ -17,6 +17,7 @@ from fastbert.dispatch import COMPILED, use_backend
 from fastbert.ops.add_layer_norm import add_layer_norm
 from fastbert.ops.attention import attention
 from fastbert.ops.bias_gelu import bias_gelu
+from fastbert.ops.disentangled_attention import disentangled_attention
 from fastbert.ops.embed_layer_norm import embed_layer_norm
 from fastbert.ops.geglu import geglu
 from fastbert.ops.mlm_cross_entropy import mlm_cross_entropy
@@ -26,7 +27,8 @@ from fastbert.ops.rotary import rotary
 from fastbert.ops.unpad import pad, unpad
 from fastbert.testing.compare import assert_bitwise_equal, op_check
 from fastbert.testing.counters import assert_ran
-from fastbert.testing.plain import plain_mlm_distillation
+from fastbert.testing.inputs import cu_seqlens
+from fastbert.testing.plain import plain_disentangled_attention, plain_mlm_distillation
 
 ON_GPU = os.environ.get("FASTBERT_TEST_DEVICE") == "cuda"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32] if ON_GPU else [torch.bfloat16]
@@ -66,6 +68,17 @@ def rows_kept(shape, device, site):
     with use_backend("auto"):
         mask = row_keep_mask(torch.tensor(STATE), *shape, dropout_p=P, site=site)
     return mask.to(device)
+
+
+def scores_kept(lengths, device):
+    """The same of two heads' scores in each sequence."""
+    options = {"dropout_p": P, "site": 8}
+    state = torch.tensor(STATE)
+    with use_backend("auto"):
+        return [
+            score_keep_mask(state, torch.tensor([i]), 2, n, n, **options)[0].to(device)
+            for i, n in enumerate(lengths)
+        ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -189,13 +202,7 @@ LENGTHS = sizes([5, 0, 1, 20], [512] * 4, [300, 1, 0, 77, 512, 33], [1, 2, 3] * 
 @pytest.mark.parametrize("window", sizes(None, (64, 32)), ids=str)
 def test_attention(device, rng_state, lengths, dim, window, dtype):
     starts = torch.tensor([0, *lengths]).cumsum(0)
-    masks = []
-    for index, length in enumerate(lengths):
-        with use_backend("auto"):
-            mask = score_keep_mask(
-                torch.tensor(STATE), torch.tensor([index]), 2, length, length, dropout_p=P, site=8
-            )
-        masks.append(mask[0].to(device))
+    masks = scores_kept(lengths, device)
 
     def op(q, k, v):
         cu_seqlens = starts.to(device, torch.int32)
@@ -222,6 +229,36 @@ def test_attention(device, rng_state, lengths, dim, window, dtype):
 
     shape = (sum(lengths), 2, dim)
     op_check(op, plain, randn(device, q=shape, k=shape, v=shape), dtype, name="attention")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", sizes(16, 64, 128, 40))
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
+def test_disentangled_attention(device, backend, rng_state, lengths, dim, dtype):
+    positions, scale = (32, 128), (3 * dim) ** -0.5
+    masks = scores_kept(lengths, device)
+
+    def op(**values):
+        return disentangled_attention(
+            **values,
+            cu_seqlens=cu_seqlens(lengths).to(device),
+            max_seqlen=max(lengths),
+            position_buckets=positions[0],
+            max_relative_positions=positions[1],
+            softmax_scale=scale,
+            dropout_p=P,
+            site=8,
+            rng_state=rng_state,
+        )
+
+    def plain(**values):
+        options = (lengths, positions, scale, masks, P)
+        return plain_disentangled_attention(*values.values(), *options)
+
+    shape, table = (sum(lengths), 2, dim), (2 * positions[0], 2, dim)
+    values = randn(device, q=shape, k=shape, v=shape, position_key=table, position_query=table)
+    with assert_ran("disentangled_attention_bwd", backend):
+        op_check(op, plain, values, dtype, name="attention")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

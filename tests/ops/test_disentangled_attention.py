@@ -17,6 +17,7 @@ from fastbert.reference.disentangled_attention import relative_buckets
 from fastbert.testing.compare import assert_bitwise_equal, op_check
 from fastbert.testing.counters import assert_ran
 from fastbert.testing.inputs import cu_seqlens
+from fastbert.testing.plain import plain_disentangled_attention
 
 OP = "disentangled_attention"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -34,35 +35,6 @@ def rows_of(positions) -> int:
 def model_scale(q) -> float:
     """The models' factor on the sum of three terms."""
     return (3 * q.shape[-1]) ** -0.5
-
-
-def plain(q, k, v, position_key, position_query, lengths, positions, scale, keep=None, p=0.0):
-    """Dense attention of each sequence; idle rows are 0."""
-    buckets, reach = positions
-    table = relative_buckets(buckets, reach).long()
-    out, lse, start = [], [], 0
-    for index, length in enumerate(lengths):
-        qs, ks, vs = (t[start:][:length] for t in (q, k, v))
-        start += length
-        distance = torch.arange(length)[:, None] - torch.arange(length)
-        bucket = table[distance.clamp(-reach, reach) + reach]
-        scores = torch.einsum("qnd,knd->nqk", qs, ks)
-        if position_key is not None:
-            scores = scores + torch.einsum("qnd,qknd->nqk", qs, position_key[bucket])
-        if position_query is not None:
-            scores = scores + torch.einsum("knd,qknd->nqk", ks, position_query[bucket])
-        scores = scores * scale
-        weights = scores.double() if scores.dtype == torch.float64 else scores.float()
-        weights = weights.softmax(-1)
-        if keep is not None:
-            weights = weights * keep[index] / (1 - p)
-        out.append(torch.einsum("nqk,knd->qnd", weights.to(vs.dtype), vs))
-        lse.append(scores.logsumexp(-1))
-    idle = q.shape[0] - start
-    out.append(q[start:] * 0)
-    lse.append(q.new_full((q.shape[1], idle), -math.inf))
-    lse = torch.cat(lse, 1)
-    return torch.cat(out), lse if lse.dtype == torch.float64 else lse.float()
 
 
 def inputs(lengths, heads, dim, positions=LOG, idle=0):
@@ -108,7 +80,8 @@ def both(lengths, positions=LOG, scale=None, without=(), **options):
         in_force = math.floor(p * 65536 + 0.5) / 65536
         terms = tables(position_key, position_query)
         factor = scale or model_scale(q)
-        return plain(q, k, v, *terms, lengths, positions, factor, keep, in_force)
+        values = (q, k, v, *terms)
+        return plain_disentangled_attention(*values, lengths, positions, factor, keep, in_force)
 
     return op, reference
 
@@ -116,6 +89,8 @@ def both(lengths, positions=LOG, scale=None, without=(), **options):
 # Ragged with an empty sequence, one token, more than one block; single tokens; more blocks than
 # are taken together.
 LENGTHS = {"ragged": [5, 0, 1, 33], "ones": [1] * 8, "blocks": [150, 64]}
+# Run one thread or one program after another.
+SLOW = ("triton", "cuda_emulated")
 
 
 def _shortened(backend, lengths) -> list[int]:
@@ -127,11 +102,11 @@ def _shortened(backend, lengths) -> list[int]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_disentangled_attention_matches_reference(backend, lengths, dtype, positions):
-    if backend.name == "triton" and (positions is LINEAR) == (dtype != torch.bfloat16):
-        pytest.skip("kernels read both tables alike, and the interpreter is slow")
+    if backend.name in SLOW and (positions is LINEAR) == (dtype != torch.bfloat16):
+        pytest.skip("kernels read both tables alike, and here they are slow")
     lengths = _shortened(backend, lengths)
     op, reference = both(lengths, positions)
-    values = inputs(lengths, 1 if backend.name == "triton" else 2, 16, positions, idle=2)
+    values = inputs(lengths, 1 if backend.name in SLOW else 2, 16, positions, idle=2)
     with assert_ran("disentangled_attention_fwd", backend.name):
         op_check(op, reference, values, dtype, name="attention")
 
