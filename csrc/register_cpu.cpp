@@ -77,6 +77,7 @@ at::Tensor attention_packed_qkv_bwd_cpu(const at::Tensor&, const at::Tensor&, in
 at::Tensor encoder_fwd_cpu(const at::Tensor&, at::TensorList, at::TensorList, at::TensorList,
                            at::TensorList, const at::Tensor&, int64_t, double, double,
                            std::string_view);
+void empty_pool();
 bool samples_match(at::TensorList, at::TensorList);
 std::tuple<at::Tensor, at::Tensor> disentangled_attention_fwd_cpu(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
@@ -143,6 +144,7 @@ TORCH_LIBRARY_FRAGMENT(fastbert, m) {
   m.impl("pack_linear_weights", c10::DispatchKey::CPU, &fastbert::pack_linear_weights);
   m.def("quantize_linear_weights(Tensor[] weights, bool dynamic) -> Tensor");
   m.impl("quantize_linear_weights", c10::DispatchKey::CPU, &fastbert::quantize_linear_weights);
+  m.def("empty_pool() -> ()", &fastbert::empty_pool);
   m.def("samples_match(Tensor[] views, Tensor[] samples) -> bool");
   m.impl("samples_match", c10::DispatchKey::CPU, &fastbert::samples_match);
 }

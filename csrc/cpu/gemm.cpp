@@ -507,7 +507,8 @@ PackedRight packed_weights(at::TensorList weights, at::ScalarType dtype,
                            const std::optional<at::Tensor>& packed, const char* op) {
   const Arithmetic a = arithmetic_for(dtype);
   if (weights.empty()) {
-    TORCH_CHECK_VALUE(packed.has_value() && header_of(*packed).magic == kMagic &&
+    TORCH_CHECK_VALUE(packed.has_value(), op, ": got neither weights nor packed ones");
+    TORCH_CHECK_VALUE(header_of(*packed).magic == kMagic &&
                           (header_of(*packed).wanted == a || is_int8(header_of(*packed).wanted)),
                       op,
                       ": the weights were packed for another instruction set, dtype or float32 "
@@ -526,6 +527,15 @@ PackedRight packed_weights(at::TensorList weights, at::ScalarType dtype,
 }
 
 PackedRight quantized_weights(at::TensorList weights, bool dynamic, const char* op) {
+  // Sums of more products of two numbers up to 127 can leave 32 bits.
+  constexpr int64_t kMostDepth = 133144;
+  for (const at::Tensor& w : weights) {
+    TORCH_CHECK_VALUE(w.dim() == 2 && w.size(1) == weights[0].size(1), op,
+                      ": weights must be matrices with as many columns as the first, got ",
+                      w.sizes());
+    TORCH_CHECK_VALUE(w.size(1) <= kMostDepth, op, ": int8 takes at most ", kMostDepth,
+                      " inputs, got ", w.size(1));
+  }
   return PackedRight(stack_of(weights, op), true,
                      dynamic ? Arithmetic::kInt8 : Arithmetic::kInt8Weights);
 }

@@ -69,12 +69,15 @@ constexpr size_t kHugePage = size_t{1} << 21;
 // New memory, in huge pages as far as it fills them and the system gives them where asked: packed
 // weights are read from end to end, and each small page would be looked for.
 void* allocate(size_t size) {
-  if (size < kHugePage) return std::aligned_alloc(64, size);
-  void* data = std::aligned_alloc(kHugePage, size);
 #if defined(MADV_HUGEPAGE)
-  if (data != nullptr) madvise(data, size / kHugePage * kHugePage, MADV_HUGEPAGE);
+  if (size >= kHugePage) {
+    void* data = nullptr;
+    if (posix_memalign(&data, kHugePage, size) != 0) return nullptr;
+    madvise(data, size / kHugePage * kHugePage, MADV_HUGEPAGE);
+    return data;
+  }
 #endif
-  return data;
+  return std::aligned_alloc(64, size);
 }
 
 }  // namespace
@@ -97,6 +100,14 @@ Workspace::Workspace(int64_t bytes) {
 }
 
 Workspace::~Workspace() { give_back({data_, size_}); }
+
+void empty_pool() {
+  Pool& p = pool();
+  const std::lock_guard<std::mutex> lock(p.mutex);
+  for (const Block& block : p.free) std::free(block.data);
+  p.free.clear();
+  p.bytes = 0;
+}
 
 at::Tensor empty_from_pool(at::IntArrayRef sizes, const at::TensorOptions& options) {
   const int64_t bytes =

@@ -28,6 +28,9 @@ class Workspace {
   size_t size_;
 };
 
+// Frees what the pool keeps for later.
+void empty_pool();
+
 // `at::empty`, with memory from the pool where it is large.
 at::Tensor empty_from_pool(at::IntArrayRef sizes, const at::TensorOptions& options);
 

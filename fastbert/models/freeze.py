@@ -128,6 +128,8 @@ def _drop_weights(encoder: PostNormModel, pack: Pack) -> list[tuple[int, int]]:
 def _drop_weights_of(layer: PostNormLayer, dtype: torch.dtype, pack: Pack) -> list[tuple[int, int]]:
     linears = linears_of(layer.spec(0))
     layer.weight_cache.clear()
+    # Else what the cache held would stay, and be taken for a smaller copy.
+    torch.ops.fastbert.empty_pool()
     packed = pack([linear.weight for linear in linears], dtype)
     places = [place_of(linear.weight) for linear in linears]
     for linear in linears:

@@ -62,7 +62,7 @@ def _check_layer(encoder: PostNormModel, layer: PostNormLayer) -> None:
             "gone; load the model again"
         )
     spec = layer.spec(0)
-    if not all(bool(linear.weight.isfinite().all()) for linear in linears_of(spec)):
+    if not all(bool(linear.weight.detach().isfinite().all()) for linear in linears_of(spec)):
         raise ValueError(
             f"quantize: {type(encoder).__name__} has weights that are infinite or NaN, which no "
             "scale holds; mend the checkpoint"

@@ -158,23 +158,27 @@ QUANTIZATIONS = ("weight_only", "dynamic")
 def quantize_weights(weights: Sequence[torch.Tensor], mode: str) -> torch.Tensor:
     """Weights `(F_i, C)` in int8, as the C++ matmul of inputs of any dtype reads them.
 
-    A weight w of output i is the whole number q_i = round(w / s_i), at most 127 in magnitude, with
-    s_i = max |w| / 127 over the output's row; ties go to the even one. With `weight_only` the
-    product is y_i = s_i sum(x q_i), x rounded to bf16 where the machine multiplies that, and no
-    other rounding than a bf16 product's. With `dynamic` a row of x is quantised as a row of weights
-    is, by a scale of its own, and the sums are exact. A row with an infinity or a NaN gives NaN.
+    The arithmetic is that of `fastbert.reference.quantized_linear`. A row of x with an infinity or
+    a NaN gives NaN; weights have to be finite.
 
     Args:
-        weights: fp32/bf16/fp16, on a CPU.
+        weights: fp32/bf16/fp16, on a CPU, with the same number of columns.
         mode: `weight_only` or `dynamic`.
 
     Returns:
         Bytes `(n,)`, for `packed` of the registered op `linear_fwd` beside no weights.
 
     Raises:
-        ValueError: unknown mode.
+        ValueError: unknown mode, no weights, other shapes, more than 133,144 columns.
+        RuntimeError: the C++ kernels are not there.
     """
     check_quantization("quantize_weights", mode)
+    if not weights:
+        raise ValueError("quantize_weights: got no weights")
+    op, device = dispatch.OPS["linear_fwd"], weights[0].device
+    reasons = dispatch.not_supported_reasons(op, "cpu", device, (weights[0], weights))
+    if reasons:
+        raise RuntimeError(f"quantize_weights: needs the C++ kernels: {'; '.join(reasons)}")
     detached = [w.detach() for w in weights]
     return torch.ops.fastbert.quantize_linear_weights(detached, mode == "dynamic")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import BertConfig
 
 import fastbert
 from fastbert import dispatch, extension
@@ -132,6 +133,27 @@ def test_memory(mode):
     # Small layers are mostly filled up to whole blocks.
     assert sum(t.nbytes for t in packed) < 0.6 * weights
     assert all(m.weight.device.type == "meta" for m in linears)
+
+
+def test_a_model_of_inference_tensors():
+    with torch.inference_mode():
+        model = pair()[0]
+    expected = hidden(model)
+    assert 0 < relative_l2(hidden(fastbert.quantize(model, "dynamic")), expected) < 0.1
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="reads Linux's own counts")
+def test_the_memory_of_a_model_that_has_run_is_given_back():
+    """Its packed copy too: more than what int8 takes is gone from the process."""
+    config = BertConfig(num_hidden_layers=3)  # base width: blocks that come from the pool
+    model = fastbert.BertModel(config, add_pooling_layer=False).eval()
+    weights = sum(m.weight.nbytes for m in model.encoder.modules() if isinstance(m, nn.Linear))
+    forward(model, {"input_ids": torch.ones(1, 9, dtype=torch.long)})
+    page, statm = 4096, Path("/proc/self/statm")
+    before = int(statm.read_text().split()[1]) * page
+    fastbert.quantize(model, "dynamic")
+    after = int(statm.read_text().split()[1]) * page
+    assert before - after > 1.2 * weights  # weights and a packed copy, less a quarter
 
 
 def test_what_is_refused():

@@ -145,6 +145,14 @@ def test_quantized_weights_take_a_quarter_of_the_memory():
 def test_bad_input_raises():
     with pytest.raises(ValueError, match="mode must be 'weight_only' or 'dynamic', got 'int4'"):
         quantize_weights([torch.randn(4, 4)], "int4")
+    with pytest.raises(ValueError, match="got no weights"):
+        quantize_weights([], "dynamic")
+    with pytest.raises(ValueError, match="as many columns as the first"):
+        quantize_weights([torch.randn(32, 64), torch.randn(32, 128)], "dynamic")
+    with pytest.raises(ValueError, match="at most 133144 inputs, got 133145"):
+        quantize_weights([torch.zeros(1, 133145)], "dynamic")
     packed = quantize_weights([torch.randn(4, 5)], "dynamic")
+    with use_backend(linear="cpu"), pytest.raises(ValueError, match="neither weights nor packed"):
+        linear_fwd(torch.randn(2, 4), [], [], None)
     with use_backend(linear="cpu"), pytest.raises(ValueError, match="x must have 5 columns"):
         linear_fwd(torch.randn(2, 4), [], [], packed)
