@@ -1,112 +1,10 @@
 // Registrations of the C++ kernels. The schemas are defined in Python (fastbert/dispatch.py), so an
 // op exists without this file; here each gets its CPU implementation.
-#include <ATen/ATen.h>
 #include <Python.h>
 #include <torch/library.h>
 
-#include <array>
-#include <vector>
-
-namespace fastbert {
-
-at::Tensor row_keep_mask_cpu(const at::Tensor&, int64_t, int64_t, int64_t, int64_t);
-at::Tensor score_keep_mask_cpu(const at::Tensor&, const at::Tensor&, int64_t, int64_t, int64_t,
-                               int64_t, int64_t);
-at::Tensor bias_gelu_fwd_cpu(const at::Tensor&, const std::optional<at::Tensor>&, std::string_view);
-std::tuple<at::Tensor, at::Tensor> bias_gelu_bwd_cpu(const at::Tensor&, const at::Tensor&,
-                                                     const std::optional<at::Tensor>&,
-                                                     std::string_view);
-at::Tensor geglu_fwd_cpu(const at::Tensor&, const std::optional<at::Tensor>&, std::string_view);
-std::tuple<at::Tensor, at::Tensor> geglu_bwd_cpu(const at::Tensor&, const at::Tensor&,
-                                                 const std::optional<at::Tensor>&,
-                                                 std::string_view);
-at::Tensor rotary_cpu(const at::Tensor&, int64_t, const at::Tensor&, const at::Tensor&,
-                      const at::Tensor&, bool);
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_fwd_cpu(
-    const at::Tensor&, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
-    const at::Tensor&, const std::optional<at::Tensor>&, double, double, int64_t,
-    const std::optional<at::Tensor>&, at::ScalarType, bool);
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_bwd_cpu(
-    const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&,
-    const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&,
-    const std::optional<at::Tensor>&, double, int64_t, const std::optional<at::Tensor>&,
-    at::ScalarType);
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> embed_layer_norm_fwd_cpu(
-    const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&,
-    const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-    const std::optional<at::Tensor>&, double, const std::optional<at::Tensor>&, double, int64_t,
-    const std::optional<at::Tensor>&, at::ScalarType);
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
-embed_layer_norm_bwd_cpu(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
-                         const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
-                         const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                         const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&,
-                         std::optional<int64_t>, double, int64_t, const std::optional<at::Tensor>&,
-                         std::array<bool, 3>);
-at::Tensor pack_linear_weights(at::TensorList, at::ScalarType);
-at::Tensor quantize_linear_weights(at::TensorList, bool);
-at::Tensor linear_fwd_cpu(const at::Tensor&, at::TensorList, at::TensorList,
-                          const std::optional<at::Tensor>&);
-std::tuple<at::Tensor, std::vector<at::Tensor>, std::vector<at::Tensor>> linear_bwd_cpu(
-    const at::Tensor&, const at::Tensor&, at::TensorList, at::TensorList, bool, bool,
-    const std::optional<at::Tensor>&);
-std::tuple<at::Tensor, at::Tensor> linear_gelu_fwd_cpu(const at::Tensor&, const at::Tensor&,
-                                                       const std::optional<at::Tensor>&,
-                                                       const std::optional<at::Tensor>&,
-                                                       std::string_view, bool);
-std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_gelu_bwd_cpu(
-    const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
-    const at::Tensor&, std::string_view, bool, bool);
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gelu_mlp_bwd_cpu(
-    const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
-    const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, std::string_view,
-    std::array<bool, 3>, const std::optional<at::Tensor>&);
-std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(const at::Tensor&, const at::Tensor&,
-                                                     const at::Tensor&, const at::Tensor&,
-                                                     const at::Tensor&, int64_t, int64_t, double,
-                                                     c10::OptionalArrayRef<int64_t>, double,
-                                                     int64_t, const std::optional<at::Tensor>&);
-std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd_cpu(
-    const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-    const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, int64_t, double,
-    c10::OptionalArrayRef<int64_t>, double, int64_t, const std::optional<at::Tensor>&);
-at::Tensor attention_packed_qkv_bwd_cpu(const at::Tensor&, const at::Tensor&, int64_t,
-                                        const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                        int64_t, double, c10::OptionalArrayRef<int64_t>, double,
-                                        int64_t, const std::optional<at::Tensor>&);
-at::Tensor encoder_fwd_cpu(const at::Tensor&, at::TensorList, at::TensorList, at::TensorList,
-                           at::TensorList, const at::Tensor&, int64_t, double, double,
-                           std::string_view);
-void empty_pool();
-bool samples_match(at::TensorList, at::TensorList);
-std::tuple<at::Tensor, at::Tensor> disentangled_attention_fwd_cpu(
-    const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
-    const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&, int64_t, double, double,
-    int64_t, const std::optional<at::Tensor>&);
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
-disentangled_attention_bwd_cpu(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                               const at::Tensor&, const std::optional<at::Tensor>&,
-                               const std::optional<at::Tensor>&, const at::Tensor&,
-                               const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t,
-                               double, double, int64_t, const std::optional<at::Tensor>&);
-std::tuple<at::Tensor, at::Tensor> mlm_cross_entropy_fwd_cpu(const at::Tensor&, const at::Tensor&,
-                                                             const std::optional<at::Tensor>&,
-                                                             const at::Tensor&, int64_t, double,
-                                                             double);
-std::tuple<at::Tensor, at::Tensor, at::Tensor> mlm_cross_entropy_bwd_cpu(
-    const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
-    const at::Tensor&, const at::Tensor&, int64_t, double, double, bool, bool);
-std::tuple<at::Tensor, at::Tensor, at::Tensor> mlm_distillation_fwd_cpu(
-    const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&,
-    const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, int64_t, double);
-std::tuple<at::Tensor, at::Tensor, at::Tensor> mlm_distillation_bwd_cpu(
-    const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-    const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-    const std::optional<at::Tensor>&, const at::Tensor&, int64_t, double, bool, bool);
-at::Tensor unpad_cpu(const at::Tensor&, const at::Tensor&);
-at::Tensor pad_cpu(const at::Tensor&, const at::Tensor&, int64_t);
-
-}  // namespace fastbert
+#include "cpu/identities.h"
+#include "cpu/ops.h"
 
 TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
   m.impl("row_keep_mask_cpu", &fastbert::row_keep_mask_cpu);
@@ -149,9 +47,12 @@ TORCH_LIBRARY_FRAGMENT(fastbert, m) {
   m.impl("samples_match", c10::DispatchKey::CPU, &fastbert::samples_match);
 }
 
-// An empty module: importing it runs the registrations above.
+// Importing the module runs the registrations above.
 extern "C" PyObject* PyInit__C(void) {
+  static PyMethodDef functions[] = {
+      {"same_identities", fastbert::same_identities, METH_VARARGS, "See csrc/cpu/identities.h."},
+      {nullptr, nullptr, 0, nullptr}};
   static PyModuleDef module = {
-      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }

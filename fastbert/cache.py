@@ -30,6 +30,11 @@ def _count_optimizer_step(optimizer, args, kwargs) -> None:
 register_optimizer_step_post_hook(_count_optimizer_step)
 
 
+def optimizer_steps() -> int:
+    """Steps of all optimizers in the process so far."""
+    return _optimizer_steps
+
+
 class Fingerprint:
     """What can be compared cheaply to see whether tensors still hold the values they held.
 
@@ -164,11 +169,13 @@ class WeightCache:
     Attributes:
         frozen: what a frozen module has (fastbert/models/freeze.py), which nothing drops and deep
             copies share: its sources are gone. None in any other module.
+        prepared: what a model was found to be (fastbert/models/prepared.py), dropped as copies are.
     """
 
     def __init__(self, frozen: FrozenWeights | None = None):
         self._entries: dict = {}
         self.frozen = frozen
+        self.prepared = None
 
     def __deepcopy__(self, memo):
         return WeightCache(self.frozen)
@@ -183,7 +190,7 @@ class WeightCache:
 
     def clear(self) -> None:
         """Drops every copy."""
-        self._entries = {}
+        self._entries, self.prepared = {}, None
 
     def entry(self, key) -> tuple[Fingerprint, torch.Tensor | None] | None:
         """What the copy under `key` was made of, and the copy; None where there is none."""

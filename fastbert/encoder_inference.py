@@ -1,8 +1,8 @@
 """All layers of a post-norm encoder by one op, where no gradient is recorded.
 
 The layers' modules are not called then, so this is for exactly known ones only: plain modules
-without hooks over ordinary tensors, no dropout in force. The modules are asked at every forward;
-nothing is remembered of what a model was. The packed weights are those the layers cache for
+without hooks over ordinary tensors, no dropout in force. Nothing is remembered here of what a model
+was (fastbert/models/prepared.py does). The packed weights are those the layers cache for
 themselves, under the same keys (fastbert/cache.py); biases and norms are read as they are.
 
 Letters: T packed rows, C hidden.
@@ -73,14 +73,11 @@ def encode(
         torch.is_grad_enabled() and not frozen
     ):
         return None, "gradients are recorded"
-    if frozen:
-        packed_weights = [t for cache in caches for t in cache.frozen.packed]
-    else:
-        packed_weights = _pack(weights, caches, hidden_states)
-    if any(t is None or t.dtype != torch.uint8 for t in packed_weights):
+    packed_weights = packed_layers(weights, caches, hidden_states)
+    if packed_weights is None:
         return None, "another thread, which has bound another backend, packed the weights for it"
     tensors = (hidden_states, weights, biases, norms, packed_weights, batch.cu_seqlens_q)
-    return encoder_fwd(*tensors, *_numbers(specs[0])), None
+    return encoder_fwd(*tensors, *numbers_of(specs[0])), None
 
 
 def plain_parameters(
@@ -98,8 +95,8 @@ def plain_parameters(
         reason = _append_layer(spec, cache.frozen, parameters)
         if reason is not None:
             return None, f"layer {spec.index}: {reason}"
-        numbers = numbers or _numbers(spec)
-        if _numbers(spec) != numbers or spec.attention_norm.eps != spec.output_norm.eps:
+        numbers = numbers or numbers_of(spec)
+        if numbers_of(spec) != numbers or spec.attention_norm.eps != spec.output_norm.eps:
             return None, "the layers differ in heads, scaling, activation or the norms' eps"
     if len(parameters.weights) not in (0, len(specs) * LINEARS):
         return None, "some layers are frozen, others are not"
@@ -122,10 +119,20 @@ def linears_of(spec: EncoderLayerSpec) -> tuple[nn.Module, ...]:
     )
 
 
-def _pack(
+def packed_layers(
+    weights: Sequence[torch.Tensor], caches: Sequence[WeightCache], hidden_states: torch.Tensor
+) -> list[torch.Tensor] | None:
+    """The layers' weights as the op takes them: what frozen layers, which have no others, hold in
+    their place, or what their caches do; None where those are for another backend."""
+    if not weights:
+        return [t for cache in caches for t in cache.frozen.packed]
+    found = _packed_by_caches(weights, caches, hidden_states)
+    return found if all(t is not None and t.dtype == torch.uint8 for t in found) else None
+
+
+def _packed_by_caches(
     weights: Sequence[torch.Tensor], caches: Sequence[WeightCache], hidden_states: torch.Tensor
 ) -> list[torch.Tensor | None]:
-    """The layers' packed weights, from their caches where those still hold them."""
     keys = [(key, hidden_states.dtype) for key, _ in PACKED]
     owners = [cache for cache in caches for _ in PACKED]
     found = all_kept(owners, keys * len(caches), weights)
@@ -194,6 +201,6 @@ def _tensors_of(
     return own.get("weight"), own.get("bias")
 
 
-def _numbers(spec: EncoderLayerSpec) -> tuple:
+def numbers_of(spec: EncoderLayerSpec) -> tuple:
     """The op's last arguments, which all layers have to share."""
     return spec.num_heads, spec.softmax_scale, spec.output_norm.eps, spec.approximate

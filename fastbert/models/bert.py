@@ -62,6 +62,7 @@ class BertModel(PostNormModel, transformers.BertModel):
     output_type = BaseModelOutputWithPoolingAndCrossAttentions
     embeddings_type = modeling.BertEmbeddings
     encoder_type = modeling.BertEncoder
+    pooler_type = modeling.BertPooler
 
 
 # --- heads ----------------------------------------------------------------------------------------

@@ -40,8 +40,8 @@ def embed_rows(
         inputs_embeds, input_ids = words(input_ids), None
     values = words.weight if inputs_embeds is None else inputs_embeds
     num_rows = (inputs_embeds if input_ids is None else input_ids).shape[0]
-    type_ids, type_weight = token_types or _row_of_zeros(values, num_rows)
-    position_ids, position_weight = positions or _row_of_zeros(values, num_rows)
+    type_ids, type_weight = token_types or row_of_zeros(values, num_rows)
+    position_ids, position_weight = positions or row_of_zeros(values, num_rows)
     p = dropout_p(dropout)
     return embed_layer_norm(
         input_ids,
@@ -61,7 +61,7 @@ def embed_rows(
     )
 
 
-def _row_of_zeros(values: torch.Tensor, num_rows: int) -> Lookup:
+def row_of_zeros(values: torch.Tensor, num_rows: int) -> Lookup:
     """Stands for a table that is no part of the family; made anew, since Dynamo takes no tensor
     twice."""
     ids = values.new_zeros(num_rows, dtype=torch.int64)

@@ -118,6 +118,8 @@ def _drop_weights(encoder: PostNormModel, pack: Pack) -> list[tuple[int, int]]:
     """Layer by layer, so that no more than one layer's weights exist twice; says where they
     were."""
     places = []
+    # What was prepared holds weights, and what they were packed into.
+    encoder.weight_cache.clear()
     for layer in dict.fromkeys(encoder.packed_layers()):
         if layer.weight_cache.frozen is None:
             places += _drop_weights_of(layer, encoder.dtype, pack)

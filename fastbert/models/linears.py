@@ -46,11 +46,17 @@ def own_linear(
     cache: WeightCache | None = None,
 ) -> torch.Tensor:
     """`(..., F)` of x `(..., C)` by the op `linear`, the packed weight kept in `cache`."""
-    dtype = compute_dtype(x) or x.dtype
-    key = ("linear", id(weight), dtype)
-    packed = kept(cache, key, [weight], lambda: linear_op.pack_weights([weight], dtype))
+    packed = packed_weight(weight, compute_dtype(x) or x.dtype, cache)
     y = linear_op.linear(x.reshape(-1, x.shape[-1]), weight, bias, packed=packed)
     return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def packed_weight(
+    weight: torch.Tensor, dtype: torch.dtype, cache: WeightCache | None
+) -> torch.Tensor | None:
+    """`weight` as the op reads it for rows of `dtype`, where `cache` may keep that."""
+    key = ("linear", id(weight), dtype)
+    return kept(cache, key, [weight], lambda: linear_op.pack_weights([weight], dtype))
 
 
 @contextlib.contextmanager

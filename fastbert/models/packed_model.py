@@ -121,9 +121,9 @@ class PackedModel(LoadsFolders):
             check_tensors(attention_mask=attention_mask)
             if attention_mask.dim() == 4:
                 return "attention_mask is given per query"
-        return self._why_modules_not_packed()
+        return self.why_modules_not_packed()
 
-    def _why_modules_not_packed(self) -> str | None:
+    def why_modules_not_packed(self) -> str | None:
         if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
             return "global module hooks are set"
         reason = self.why_container_not_packed()
@@ -224,6 +224,11 @@ class PackedModel(LoadsFolders):
             if first_only:
                 last = batch.pad(outputs.__dict__["packed"][1])
             outputs.hidden_states = (*padded, None if states[-1] is None else last)
+        return self.as_wanted(outputs, return_dict)
+
+    def as_wanted(self, outputs, return_dict: bool | None):
+        """The outputs, or a tuple of them where `return_dict`, or else the configuration, says
+        so."""
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)
         return outputs if return_dict else outputs.to_tuple()

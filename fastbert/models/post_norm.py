@@ -28,6 +28,7 @@ from fastbert.models.inputs import check_ids
 from fastbert.models.linears import own_linears
 from fastbert.models.packed import is_plain_table, one_row, packed_by_caller, pop_return_dict
 from fastbert.models.packed_model import PackedModel, tokens_of
+from fastbert.models.prepared import prepare, prepared_model, suits_one_call
 from fastbert.ops.philox import draw_rng_state
 from fastbert.ops.unpad import pad, unpad
 from fastbert.padding import PackedBatch, pack_batch, query_rows
@@ -41,11 +42,23 @@ class PostNormModel(PackedModel):
     Attributes:
         output_type: what transformers' forward returns.
         embeddings_type, encoder_type: exact classes of the modules around the layers.
+        pooler_type: of a pooler that is a Linear `dense` and a tanh `activation`; None in a family
+            without.
     """
 
     output_type: type
     embeddings_type: type
     encoder_type: type
+    pooler_type: type | None = None
+
+    def forward(self, attention_mask=None, **kwargs):
+        if not suits_one_call(self, attention_mask, kwargs):
+            return super().forward(attention_mask=attention_mask, **kwargs)
+        outputs = self._forward_at_once(attention_mask, **kwargs)
+        if outputs is None:
+            outputs = super().forward(attention_mask=attention_mask, **kwargs)
+            prepare(self)
+        return outputs
 
     # --- what differs between families
 
@@ -103,6 +116,41 @@ class PostNormModel(PackedModel):
         if first_only:
             outputs.last_hidden_state = first[:, None]
         return outputs if return_dict else outputs.to_tuple()
+
+    # --- by one call
+
+    def _forward_at_once(
+        self,
+        attention_mask,
+        *,
+        input_ids,
+        token_type_ids=None,
+        position_ids=None,
+        return_dict=None,
+        first_only=False,
+        **ignored,
+    ):
+        """What `forward_packed` gives, where the model is what it was when it was prepared; None
+        where it is not, or the inputs are for that to look at."""
+        prepared = prepared_model(self)
+        if prepared is None:
+            return None
+        if position_ids is None:
+            position_ids = self.padded_positions(input_ids, None)
+        pooled = self.has_pooler()
+        found = prepared.forward(
+            input_ids, attention_mask, token_type_ids, position_ids, first_only, pooled
+        )
+        if found is None:
+            return None
+        dispatch.count(self.counted_as, "packed")
+        fields = {"last_hidden_state": found[0]}
+        if pooled and prepared.pools:
+            fields["pooler_output"] = found[1]
+        elif pooled:
+            with own_linears(self):
+                fields["pooler_output"] = self.pool(found[1])
+        return self.as_wanted(self.output_type(**fields), return_dict)
 
     # --- packed path
 
@@ -260,7 +308,7 @@ class PostNormModel(PackedModel):
         kinds = self._token_types(batch, token_type_ids, position_ids)
         input_ids, inputs_embeds = self.word_rows(words, input_ids, inputs_embeds, batch)
         position_ids = batch.unpad(position_ids)
-        if not self._is_plain_embedding():
+        if not self.is_plain_embedding():
             types = {} if kinds is None else {"token_type_ids": kinds[None]}
             return embeddings(
                 input_ids=None if input_ids is None else input_ids[None],
@@ -292,7 +340,7 @@ class PostNormModel(PackedModel):
         check_ids("token_type_ids", token_type_ids, table.num_embeddings, batch)
         return batch.unpad(token_type_ids)
 
-    def _is_plain_embedding(self) -> bool:
+    def is_plain_embedding(self) -> bool:
         """Whether everything but the word embeddings may be fused."""
         embeddings = self.embeddings
         kinds = getattr(embeddings, "token_type_embeddings", None)

@@ -99,6 +99,7 @@ class RobertaModel(_Model, transformers.RobertaModel):
     layer_type = RobertaLayer
     embeddings_type = modeling_roberta.RobertaEmbeddings
     encoder_type = modeling_roberta.RobertaEncoder
+    pooler_type = modeling_roberta.RobertaPooler
 
 
 class RobertaForMaskedLM(_MaskedLM, transformers.RobertaForMaskedLM):
@@ -154,6 +155,7 @@ class XLMRobertaModel(_Model, transformers.XLMRobertaModel):
     layer_type = XLMRobertaLayer
     embeddings_type = modeling_xlm_roberta.XLMRobertaEmbeddings
     encoder_type = modeling_xlm_roberta.XLMRobertaEncoder
+    pooler_type = modeling_xlm_roberta.XLMRobertaPooler
 
 
 class XLMRobertaForMaskedLM(_MaskedLM, transformers.XLMRobertaForMaskedLM):
@@ -211,6 +213,7 @@ class CamembertModel(_Model, transformers.CamembertModel):
     layer_type = CamembertLayer
     embeddings_type = modeling_camembert.CamembertEmbeddings
     encoder_type = modeling_camembert.CamembertEncoder
+    pooler_type = modeling_camembert.CamembertPooler
 
 
 class CamembertForMaskedLM(_MaskedLM, transformers.CamembertForMaskedLM):
