@@ -265,6 +265,17 @@ def test_in_another_module_too(frozen, use):
     assert torch.equal(_hidden(frozen), expected)
 
 
+@pytest.mark.parametrize("use", ["train", "save"])
+def test_a_head_around_a_frozen_encoder_is_left_as_it_was(use, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = _model("BertForSequenceClassification")
+    fastbert.freeze(model.bert)
+    with pytest.raises(NotImplementedError, match=GONE):
+        USES[use](model)
+    assert not any(module.training for module in model.modules())
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", ["AlbertModel", "DistilBertModel", "ElectraModel"])
 def test_other_families_refuse_too(name):
     model = fastbert.freeze(_model(name))
