@@ -130,7 +130,7 @@ constexpr int64_t kExpanded = kInt8Depth / kBlock;
 Products products_with(Arithmetic right) {
   const bool expands = right == Arithmetic::kInt8Weights;
   const Arithmetic left = expands ? arithmetic_for(at::kBFloat16) : right;
-  return {left, multiply_for(left), multiply_for(left, 1), expands};
+  return {left, multiply_for(left), multiply_for(left, false), expands};
 }
 
 // A left operand's rows while all columns pass.
@@ -248,10 +248,10 @@ Arithmetic ordinary_arithmetic(const std::vector<Source>& sources, Arithmetic wa
   return wanted;
 }
 
-Multiply multiply_for(Arithmetic arithmetic, int64_t rows) {
+Multiply multiply_for(Arithmetic arithmetic, bool tall) {
   if (arithmetic == Arithmetic::kFloat) return kernels().multiply_float;
 #if defined(FASTBERT_X86)
-  if (current_isa() >= Isa::kAmx) return amx::multiply_of(arithmetic, rows > kBlock / 2);
+  if (current_isa() >= Isa::kAmx) return amx::multiply_of(arithmetic, tall);
   if (arithmetic == Arithmetic::kBFloat16) return avx512_bf16::multiply_bf16;
 #endif
   return kernels().multiply_int8;
