@@ -1,18 +1,20 @@
 """Fine-tuning on real data with transformers and with fastbert: the same seeds, recipe and metric.
 
     python -m benchmarks.finetuning --data PATH --model CHECKPOINT [--seeds 3] [--rows 2000]
-        [--tasks sentiment,ner,qa,retrieval] [--epochs 2] [--json PATH]
+        [--tasks sentiment,ner,qa,retrieval] [--sts FILE] [--epochs 2] [--json PATH]
 
 PATH holds folders as they are published: `glue-like/sentiment_mr` (movie reviews, Pang and Lee
 2005: train.tsv, test.tsv), `ner/wikigold` (Balasuriya et al. 2009: train.conll, test.conll),
 `qa/xquad_en` (XQuAD, Artetxe et al. 2020: train.json, dev.json), `retrieval/xquad_en` (its
-questions and paragraphs: queries.jsonl, corpus.jsonl, qrels.tsv). Both are trained by Trainer with
-dynamic padding, batch 32, in bf16 autocast, one after the other for every seed. A metric holds if
-the means differ by at most one standard error of their difference. Speeds: of training as Trainer
-counts them, evaluations and saving included; of prediction from rows to answers, both in turn, by
-Trainer in the order of the rows. In retrieval batches go to sentence-transformers' encode in that
-order, too; what it is handed over at once it sorts by length, which takes padding from both. Ratios
-are medians over the seeds.
+questions and paragraphs: queries.jsonl, corpus.jsonl, qrels.tsv). FILE, with which there is the
+task sts, holds pairs of sentences and their similarity, as STS-B (Cer et al. 2017): the columns
+sentence1, sentence2 and score, which is divided by the highest where that is above 1; every other
+row is trained on. Both are trained by Trainer with dynamic padding, batch 32, in bf16 autocast, one
+after the other for every seed. A metric holds if the means differ by at most one standard error of
+their difference. Speeds: of training as Trainer counts them, evaluations and saving included; of
+prediction from rows to answers, both in turn, by Trainer in the order of the rows. In retrieval and
+sts batches go to sentence-transformers' encode in that order, too; what it is handed over at once
+it sorts by length, which takes padding from both. Ratios are medians over the seeds.
 """
 
 import argparse
@@ -45,7 +47,8 @@ from fastbert.tasks.token_classification import TokenClassificationSettings
 
 ROUNDS = 3
 BATCH = 32
-RETRIEVAL = "retrieval"
+RETRIEVAL, STS = "retrieval", "sts"
+ENCODER_METRICS = {RETRIEVAL: "mrr@10", STS: "spearman"}
 IMPLEMENTATIONS = {"transformers": False, "fastbert": True}
 
 
@@ -110,32 +113,41 @@ def measure(proof: Proof, data: Path, model: str, seed: int, options) -> dict[st
     return results
 
 
-def measure_retrieval(data: Path, model: str, seed: int, options) -> dict[str, dict]:
-    """The same of a bi-encoder: questions of XQuAD search its paragraphs."""
+def measure_encoder(name: str, model: str, seed: int, options) -> dict[str, dict]:
+    """The same of a bi-encoder: questions of XQuAD search its paragraphs, or cosines are fitted to
+    similarities."""
     from sentence_transformers import SentenceTransformer
 
-    train, test = _queries(data / "retrieval" / "xquad_en", options.rows)
+    if name == RETRIEVAL:
+        train, test = _queries(options.data / "retrieval" / "xquad_en", options.rows)
+        settings = BiEncoderSettings(max_length=256)
+    else:
+        train, test = _similarities(options.sts, options.rows)
+        settings = BiEncoderSettings(
+            first="sentence1", second="sentence2", score="score", max_length=128
+        )
     results, encoders = {}, {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, accelerated in IMPLEMENTATIONS.items():
+        for implementation, accelerated in IMPLEMENTATIONS.items():
+            output = Path(folder) / implementation
             trained = finetune_bi_encoder(
                 model,
                 train,
                 test,
-                output=Path(folder) / name,
-                settings=BiEncoderSettings(max_length=256),
+                output=output,
+                settings=settings,
                 training=_recipe(seed, accelerated, options),
             )
-            results[name] = {
+            results[implementation] = {
                 "training": trained.samples_per_second,
-                "metric": trained.metrics["mrr@10"],
+                "metric": trained.metrics[ENCODER_METRICS[name]],
             }
-            encoder = SentenceTransformer(str(Path(folder) / name), device="cpu")
-            encoders[name] = fastbert.accelerate(encoder) if accelerated else encoder
-        texts = [row["positive"] for row in test]
+            encoder = SentenceTransformer(str(output), device="cpu")
+            encoders[implementation] = fastbert.accelerate(encoder) if accelerated else encoder
+        texts = [row[settings.second] for row in test]
         _, speeds = _timed({n: _encoding(e, texts) for n, e in encoders.items()})
-    for name, seconds in speeds.items():
-        results[name]["prediction"] = len(test) / seconds
+    for implementation, seconds in speeds.items():
+        results[implementation]["prediction"] = len(test) / seconds
     return results
 
 
@@ -187,6 +199,14 @@ def _queries(folder: Path, count: int) -> tuple[list[dict], list[dict]]:
     return rows[::2], rows[1::2]
 
 
+def _similarities(file: Path, count: int) -> tuple[list[dict], list[dict]]:
+    """Every other pair for training, the rest for judging, with scores of at most 1."""
+    rows = read_rows(file)
+    highest = max(1.0, *(float(row["score"]) for row in rows))
+    rows = _drawn([{**row, "score": float(row["score"]) / highest} for row in rows], 2 * count)
+    return rows[::2], rows[1::2]
+
+
 def _drawn(rows: list[dict], count: int) -> list[dict]:
     """The same `count` rows in every run."""
     order = np.random.default_rng(0).permutation(len(rows))
@@ -209,7 +229,7 @@ def summary(runs: list[dict[str, dict]]) -> dict:
 
 
 def _metric(name: str) -> str:
-    return "mrr@10" if name == RETRIEVAL else PROOFS[name].metric
+    return ENCODER_METRICS.get(name) or PROOFS[name].metric
 
 
 def table(rows: dict[str, dict]) -> str:
@@ -229,31 +249,37 @@ def table(rows: dict[str, dict]) -> str:
 
 
 def _run(name: str, seed: int, options) -> dict[str, dict]:
-    if name == RETRIEVAL:
-        return measure_retrieval(options.data, options.model, seed, options)
+    if name in ENCODER_METRICS:
+        return measure_encoder(name, options.model, seed, options)
     return measure(PROOFS[name], options.data, options.model, seed, options)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--tasks", default=",".join([*PROOFS, RETRIEVAL]))
+    parser.add_argument("--tasks", help="separated by commas; all, where none are named")
+    parser.add_argument("--sts", type=Path, help="pairs of sentences with their similarity")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=2000, help="of each file at most")
     parser.add_argument("--epochs", type=float, default=2)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    unknown = set(options.tasks.split(",")) - {*PROOFS, RETRIEVAL}
+    options = parser.parse_args(arguments)
+    known = [*PROOFS, RETRIEVAL, *([STS] if options.sts else [])]
+    tasks = options.tasks.split(",") if options.tasks else known
+    unknown = set(tasks) - set(known)
     if unknown:
-        parser.error(f"--tasks: {', '.join(unknown)}; there are {', '.join([*PROOFS, RETRIEVAL])}")
+        parser.error(
+            f"--tasks: {', '.join(sorted(unknown))}; there are {', '.join(known)}"
+            + ("" if options.sts else f", and {STS} with --sts")
+        )
     transformers.utils.logging.set_verbosity_error()
     logging.getLogger("fastbert").setLevel(logging.ERROR)
     rows, all_runs = {}, {}
-    for name in options.tasks.split(","):
+    for name in tasks:
         runs = [_run(name, seed, options) for seed in range(options.seeds)]
         rows[name], all_runs[name] = summary(runs), runs
         print(json.dumps({name: rows[name]}), flush=True)

@@ -225,9 +225,15 @@ class CachesWeights(nn.Module):
         if self.weight_cache.frozen is not None:
             raise NotImplementedError(f"{what} needs weights that are gone; {FROZEN}")
 
+    def refuse_if_frozen_within(self, what: str) -> None:
+        """The same where those of a module inside are, before anything is done to the others."""
+        for module in self.modules():
+            if isinstance(module, CachesWeights):
+                module.refuse_if_frozen(what)
+
     def train(self, mode: bool = True):
         if mode:
-            self.refuse_if_frozen("train()")
+            self.refuse_if_frozen_within("train()")
         self.weight_cache.clear()
         return super().train(mode)
 

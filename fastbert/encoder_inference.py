@@ -61,7 +61,7 @@ def encode(
         ValueError: frozen layers, and another dtype, instruction set or float32 matmul precision
             than when they were frozen.
     """
-    reason = _why_not_called_at_once(hidden_states, batch)
+    reason = _why_not_called_at_once(hidden_states)
     parameters = None
     if reason is None:
         parameters, reason = plain_parameters(specs, caches, hidden_states)
@@ -76,8 +76,10 @@ def encode(
     packed_weights = packed_layers(weights, caches, hidden_states)
     if packed_weights is None:
         return None, "another thread, which has bound another backend, packed the weights for it"
-    tensors = (hidden_states, weights, biases, norms, packed_weights, batch.cu_seqlens_q)
-    return encoder_fwd(*tensors, *numbers_of(specs[0])), None
+    tensors = (hidden_states, weights, biases, norms, packed_weights)
+    # Of a sequence's rows the real ones come first.
+    starts = (batch.cu_seqlens_q, batch.cu_seqlens_k)
+    return encoder_fwd(*tensors, *starts, *numbers_of(specs[0])), None
 
 
 def plain_parameters(
@@ -145,14 +147,12 @@ def _packed_by_caches(
     ]
 
 
-def _why_not_called_at_once(hidden_states: torch.Tensor, batch: PackedBatch) -> str | None:
+def _why_not_called_at_once(hidden_states: torch.Tensor) -> str | None:
     """What about the call needs the layers one by one."""
     if dispatch.is_symbolic(hidden_states):
         return "a graph is traced"
     if compute_dtype(hidden_states) is not None:
         return "autocast is on"
-    if batch.kv_indices is not None:
-        return "padded positions are computed too; packed input, or one text at a time, has none"
     return None
 
 

@@ -142,7 +142,11 @@ def _rows(source: Path) -> Iterator[dict]:
     if ending == ".parquet":
         import pyarrow.parquet
 
-        with pyarrow.parquet.ParquetFile(source) as file:
+        try:
+            file = pyarrow.parquet.ParquetFile(source)
+        except pyarrow.ArrowException as error:
+            raise ValueError(f"{source} is not a readable Parquet file ({error})") from error
+        with file:
             for batch in file.iter_batches(_AT_ONCE):
                 yield from batch.to_pylist()
         return

@@ -109,6 +109,10 @@ def test_bad_input_is_refused(embedder, tmp_path):
         encode_file(embedder, source, tmp_path / "out.jsonl", keep=["title"])
     # With the right column it begins anew.
     assert list(tmp_path.iterdir()) == [source]
+    broken = tmp_path / "broken.parquet"
+    broken.write_text("no table")
+    with pytest.raises(ValueError, match=r"broken.parquet is not a readable Parquet file"):
+        encode_file(embedder, broken, tmp_path / "tables.jsonl")
     with pytest.raises(TypeError, match="row 1: id must be a string, got int"):
         encode_file(embedder, source, tmp_path / "ids.jsonl", column="id")
     source.write_text('{"text": "a"}\nnot JSON\n')

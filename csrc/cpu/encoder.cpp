@@ -173,8 +173,9 @@ void project_add_norm(const Rows& left, const PackedRight& right, const float* b
 
 at::Tensor encoder_fwd_cpu(const at::Tensor& hidden_states, at::TensorList weights,
                            at::TensorList biases, at::TensorList norms, at::TensorList packed,
-                           const at::Tensor& cu_seqlens, int64_t num_heads, double softmax_scale,
-                           double eps, std::string_view approximate) {
+                           const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
+                           int64_t num_heads, double softmax_scale, double eps,
+                           std::string_view approximate) {
   const at::Tensor input = hidden_states.contiguous();
   const Parameters parameters{weights, biases, norms, packed};
   check_parameters(input, parameters, num_heads);
@@ -200,7 +201,8 @@ at::Tensor encoder_fwd_cpu(const at::Tensor& hidden_states, at::TensorList weigh
   const std::optional<at::Tensor> no_rng_state;
   Attention attention = attention_of(heads[0], heads[1], heads[2],
                                      {softmax_scale, std::nullopt, 0.0, 0, no_rng_state});
-  const auto tasks = attention_tasks(cu_seqlens, cu_seqlens, attention, true);
+  auto tasks = attention_tasks(cu_seqlens_q, cu_seqlens_k, attention, true);
+  for (AttentionTask& task : tasks) task.first_k = task.first_q;  // keys lie among all rows
   start_attention(attention, tasks, heads_out, lse);
 
   const Rows context(heads_out.view({rows, columns})), out(y);

@@ -43,7 +43,8 @@ struct Header {
 
 Header header_of(const at::Tensor& packed) {
   Header header{};
-  if (packed.scalar_type() == at::kByte && packed.numel() >= kHeaderBytes) {
+  if (packed.scalar_type() == at::kByte && packed.is_contiguous() &&
+      packed.numel() >= kHeaderBytes) {
     std::memcpy(&header, packed.const_data_ptr<uint8_t>(), sizeof(header));
   }
   return header;
@@ -96,6 +97,26 @@ int64_t size_of_blocks(Arithmetic a, int64_t depth, int64_t columns) {
   return depth_blocks(a, depth) * blocks_of(columns) * bytes_per_block(a);
 }
 
+int64_t size_of_packed(Arithmetic a, int64_t depth, int64_t columns) {
+  return kHeaderBytes + size_of_units(a, columns) + size_of_blocks(a, depth, columns);
+}
+
+// The header, of which the products believe every number.
+Header checked_header(const at::Tensor& packed, const char* op) {
+  constexpr int64_t kMost = int64_t{1} << 30;  // sizes in bytes stay within 64 bits
+  const Header h = header_of(packed);
+  if (h.magic != kMagic) return h;
+  const bool is_known = h.wanted >= Arithmetic::kFloat && h.wanted <= Arithmetic::kInt8Weights &&
+                        (h.used == h.wanted || h.used == Arithmetic::kFloat);
+  TORCH_CHECK_VALUE(
+      is_known && h.depth >= 0 && h.columns >= 0 && h.depth <= kMost && h.columns <= kMost &&
+          packed.numel() == size_of_packed(h.used, h.depth, h.columns),
+      op, ": packed weights of ", h.columns, " x ", h.depth, " elements in ", packed.numel(),
+      " bytes are cut short or damaged; pack the weights again (where they were dropped, load the "
+      "model again)");
+  return h;
+}
+
 // How a right operand is multiplied on this machine: by a left one packed for `left`. Where that is
 // not its own arithmetic its blocks are expanded first, each to kExpanded of the left one's depth.
 struct Products {
@@ -109,7 +130,7 @@ constexpr int64_t kExpanded = kInt8Depth / kBlock;
 Products products_with(Arithmetic right) {
   const bool expands = right == Arithmetic::kInt8Weights;
   const Arithmetic left = expands ? arithmetic_for(at::kBFloat16) : right;
-  return {left, multiply_for(left), multiply_for(left, 1), expands};
+  return {left, multiply_for(left), multiply_for(left, false), expands};
 }
 
 // A left operand's rows while all columns pass.
@@ -227,10 +248,10 @@ Arithmetic ordinary_arithmetic(const std::vector<Source>& sources, Arithmetic wa
   return wanted;
 }
 
-Multiply multiply_for(Arithmetic arithmetic, int64_t rows) {
+Multiply multiply_for(Arithmetic arithmetic, bool tall) {
   if (arithmetic == Arithmetic::kFloat) return kernels().multiply_float;
 #if defined(FASTBERT_X86)
-  if (current_isa() >= Isa::kAmx) return amx::multiply_of(arithmetic, rows > kBlock / 2);
+  if (current_isa() >= Isa::kAmx) return amx::multiply_of(arithmetic, tall);
   if (arithmetic == Arithmetic::kBFloat16) return avx512_bf16::multiply_bf16;
 #endif
   return kernels().multiply_int8;
@@ -263,8 +284,7 @@ PackedRight::PackedRight(Stack stack, bool transposed, Arithmetic arithmetic)
       depth_(transposed ? sources_[0].columns : total_rows(sources_)),
       columns_(transposed ? total_rows(sources_) : sources_[0].columns),
       arithmetic_(ordinary_arithmetic(sources_, arithmetic)),
-      blocks_(empty_from_pool({kHeaderBytes + size_of_units(arithmetic_, columns_) +
-                               size_of_blocks(arithmetic_, depth_, columns_)},
+      blocks_(empty_from_pool({size_of_packed(arithmetic_, depth_, columns_)},
                               at::TensorOptions().dtype(at::kByte))) {
   char* bytes = reinterpret_cast<char*>(blocks_.mutable_data_ptr<uint8_t>());
   const Header header{kMagic, arithmetic, arithmetic_, depth_, columns_};
@@ -506,22 +526,19 @@ Stack stack_of(at::TensorList matrices, const char* op) {
 PackedRight packed_weights(at::TensorList weights, at::ScalarType dtype,
                            const std::optional<at::Tensor>& packed, const char* op) {
   const Arithmetic a = arithmetic_for(dtype);
+  const Header header = packed.has_value() ? checked_header(*packed, op) : Header{};
+  const bool is_packed = header.magic == kMagic;
   if (weights.empty()) {
-    TORCH_CHECK_VALUE(packed.has_value(), op, ": got neither weights nor packed ones");
-    TORCH_CHECK_VALUE(header_of(*packed).magic == kMagic &&
-                          (header_of(*packed).wanted == a || is_int8(header_of(*packed).wanted)),
-                      op,
+    TORCH_CHECK_VALUE(is_packed, op, ": got neither weights nor packed ones");
+    TORCH_CHECK_VALUE(header.wanted == a || is_int8(header.wanted), op,
                       ": the weights were packed for another instruction set, dtype or float32 "
                       "matmul precision than is in force, and the originals were dropped");
     return PackedRight(*packed);
   }
   Stack stack = stack_of(weights, op);
-  if (packed.has_value()) {
-    const Header header = header_of(*packed);
-    if (header.magic == kMagic && header.wanted == a && header.depth == stack.sources[0].columns &&
-        header.columns == total_rows(stack.sources)) {
-      return PackedRight(std::move(stack), true, *packed);
-    }
+  if (is_packed && header.wanted == a && header.depth == stack.sources[0].columns &&
+      header.columns == total_rows(stack.sources)) {
+    return PackedRight(std::move(stack), true, *packed);
   }
   return PackedRight(std::move(stack), true, a);
 }

@@ -22,8 +22,8 @@ Arithmetic arithmetic_for(at::ScalarType dtype);
 // The same, or fp32 where the splits cannot hold a value of the sources.
 Arithmetic ordinary_arithmetic(const std::vector<Source>& sources, Arithmetic wanted);
 
-// Products of blocks of which so many rows are wanted.
-Multiply multiply_for(Arithmetic arithmetic, int64_t rows = kBlock);
+// The product of blocks of which all 32 rows are wanted, or the upper 16.
+Multiply multiply_for(Arithmetic arithmetic, bool tall = true);
 
 // Gives this thread the tile registers for as long as it lives, where they are needed.
 class Tiles {

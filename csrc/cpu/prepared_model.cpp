@@ -197,8 +197,8 @@ struct PreparedModel : torch::CustomClassHolder {
                                  embedding_norm[0], embedding_norm[1], embedding_eps, std::nullopt,
                                  0.0, 0, std::nullopt, tables[0].scalar_type()));
     if (projection) rows = projection(rows);
-    rows = encoder_fwd_cpu(rows, weights, biases, norms, packed, real.cu_seqlens, num_heads,
-                           softmax_scale, eps, approximate);
+    rows = encoder_fwd_cpu(rows, weights, biases, norms, packed, real.cu_seqlens, real.cu_seqlens,
+                           num_heads, softmax_scale, eps, approximate);
     if (!needs_first) return {real.padded(rows, batch, seqlen)};
     const at::Tensor first = unpad_cpu(rows, real.firsts);
     return {first_only ? first.unsqueeze(1) : real.padded(rows, batch, seqlen),

@@ -54,7 +54,7 @@ def model_and_rest(
         return folder, ["--help"]
     if folder.startswith("-"):
         typer.echo(f"Usage: fastbert {command} MODEL DATA [options]\n\nMODEL --help lists them.")
-        raise typer.Exit
+        raise typer.Exit(0 if context.args else 2)
     return folder, rest
 
 

@@ -42,7 +42,7 @@ def finetune(context: typer.Context) -> None:
             typer.echo(
                 f"Usage: {FINETUNE}\n\nTASK is one of {', '.join(NAMES)}; TASK --help tells."
             )
-            return
+            raise typer.Exit(0 if context.args else 2)
         kind = training_named(task)
         arguments = make_dataclass(
             "Finetune",

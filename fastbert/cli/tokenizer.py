@@ -35,6 +35,9 @@ def train(
     from fastbert.data.tokenizer_training import texts_of, train_tokenizer
 
     try:
+        # transformers only logs it, after the training.
+        if output.exists() and not output.is_dir():
+            raise ValueError(f"output: {output} is no folder; name another")
         tokenizer = train_tokenizer(
             texts_of(files, column),
             kind=kind.value,

@@ -33,10 +33,11 @@ def freeze(model: nn.Module) -> nn.Module:
     and float32 matmul precision it was frozen with. What needs the weights raises
     NotImplementedError: `train()`, `state_dict()` and saving, loading, pickling, a change of dtype
     or device, an optimizer over them, forwards that call the layers (hidden states, attentions,
-    autocast, hooks, torch.compile) or compute padded positions. The encoder's parameters need no
-    gradient any more, and its outputs carry none; embeddings can be resized, and copies by
-    `copy.deepcopy` share the packed weights. `num_parameters()` counts the model's weights as
-    before, `get_memory_footprint()` the bytes that are held now.
+    autocast, hooks, torch.compile). The encoder's parameters need no gradient any more, and its
+    outputs carry none, so that torch refuses a backward through it alone ("does not require grad");
+    embeddings can be resized, and copies by `copy.deepcopy` share the packed weights.
+    `num_parameters()` counts the model's weights as before, `get_memory_footprint()` the bytes that
+    are held now.
 
     Threads may freeze a model at once, which is then done once; a forward meanwhile may be refused.
 

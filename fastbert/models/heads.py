@@ -374,7 +374,7 @@ class VocabularyHead(Head):
         rows = self.transform(hidden_states.reshape(-1, hidden_states.shape[-1]))
         decoder = self.decoder_layer()
         scores = own_linear(rows, decoder.weight, decoder.bias, cache=self.weight_cache)
-        return scores.view(*hidden_states.shape[:-1], -1)
+        return scores.view(*hidden_states.shape[:-1], scores.shape[-1])
 
     def _logits_beside_loss(self, outputs, rows: torch.Tensor) -> torch.Tensor | LazyLogits:
         """Logits, or their stand-in where nothing needs the values now: eager training on plain

@@ -22,10 +22,10 @@ class LoadsFolders(CachesWeights):
         """transformers' `save_pretrained`.
 
         Raises:
-            NotImplementedError: the model is frozen; nothing is written.
+            NotImplementedError: the model, or one inside it, is frozen; nothing is written.
         """
         # transformers writes the configuration before it asks for the weights.
-        self.refuse_if_frozen("save_pretrained()")
+        self.refuse_if_frozen_within("save_pretrained()")
         return super().save_pretrained(save_directory, *args, **kwargs)
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:

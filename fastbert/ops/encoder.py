@@ -41,7 +41,8 @@ def _unknown_dtypes(parameters) -> list[str]:
 encoder_fwd = dispatch.register_op(
     "encoder_fwd",
     "(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] norms, Tensor[] packed, "
-    "Tensor cu_seqlens, int num_heads, float softmax_scale, float eps, str approximate) -> Tensor",
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, int num_heads, float softmax_scale, float eps, "
+    "str approximate) -> Tensor",
     room="encoder",
     fake=_fwd_fake,
     reference=encoder_reference,
@@ -62,6 +63,7 @@ def encoder(
     eps: float,
     approximate: str,
     packed: Sequence[torch.Tensor] | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """L layers y = LN(x' + FFN(x')), x' = LN(x + Attention(x)), Devlin et al. 2019, section 3.
 
@@ -81,6 +83,9 @@ def encoder(
         approximate: `none` or `tanh`, the form of GELU.
         packed: what `pack_layers` gives for the weights and the dtype of x; None: packed now.
             The registered op takes what `quantize_layers` gives, too, beside no weights.
+        cu_seqlens_k: `(B+1,)` int32, as cu_seqlens of the rows that are attended to alone, the
+            first of each sequence; None: all are. A sequence without any gets nothing from the
+            attention.
 
     Returns:
         `(T, C)`, in the dtype of x.
@@ -91,14 +96,16 @@ def encoder(
     """
     check_approximate("encoder", approximate)
     _check_layers(x, weights, biases, norms, num_heads)
-    checked_lengths("encoder", "cu_seqlens", cu_seqlens, len(x))
+    cu_seqlens_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+    _check_sequences(cu_seqlens, cu_seqlens_k, len(x))
     if dispatch.needs_grad(x, *weights, *biases, *norms):
         raise NotImplementedError(
             "encoder: computes no gradients; call it under torch.no_grad(), or the layers' own ops"
         )
     packed = pack_layers(weights, x.dtype) if packed is None else list(packed)
     numbers = (num_heads, softmax_scale, eps, approximate)
-    return encoder_fwd(x, list(weights), list(biases), list(norms), packed, cu_seqlens, *numbers)
+    parameters = (list(weights), list(biases), list(norms), packed)
+    return encoder_fwd(x, *parameters, cu_seqlens, cu_seqlens_k, *numbers)
 
 
 def pack_layers(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -113,6 +120,18 @@ def quantize_layers(weights: Sequence[torch.Tensor], mode: str) -> list[torch.Te
     """The layers' weights as `quantize_weights` gives them, four tensors a layer."""
     layers = [weights[i : i + LINEARS] for i in range(0, len(weights), LINEARS)]
     return [quantize_weights(layer[part], mode) for layer in layers for _, part in PACKED]
+
+
+def _check_sequences(cu_seqlens, cu_seqlens_k, rows) -> None:
+    lengths, keys = (
+        checked_lengths("encoder", name, starts, rows)
+        for name, starts in (("cu_seqlens", cu_seqlens), ("cu_seqlens_k", cu_seqlens_k))
+    )
+    if len(lengths) != len(keys) or any(k > n for n, k in zip(lengths, keys, strict=True)):
+        raise ValueError(
+            "encoder: cu_seqlens_k must count as many sequences as cu_seqlens and no more rows of "
+            f"each, got lengths {keys[1:]} and {lengths[1:]}"
+        )
 
 
 def _check_layers(x, weights, biases, norms, num_heads) -> None:

@@ -17,7 +17,8 @@ def encoder_reference(
     biases: list[torch.Tensor],
     norms: list[torch.Tensor],
     packed: list[torch.Tensor],
-    cu_seqlens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
     num_heads: int,
     softmax_scale: float,
     eps: float,
@@ -37,7 +38,9 @@ def encoder_reference(
         norms: four a layer, `(C,)`: weight and bias of the norm behind the attention, and of the
             one behind the feed-forward network.
         packed: passed over here.
-        cu_seqlens: `(B+1,)`, first row of each sequence.
+        cu_seqlens_q: `(B+1,)`, first row of each sequence.
+        cu_seqlens_k: `(B+1,)`, the same for the rows that are attended to alone, the first of each
+            sequence; one without any gets nothing from the attention.
         num_heads: N. softmax_scale: factor on the scores. eps: of the norms.
         approximate: `none` or `tanh`, the form of GELU.
 
@@ -45,18 +48,26 @@ def encoder_reference(
         `(T, C)`, in the dtype of x.
     """
     x = x.clone() if not biases else x
+    keys = _key_rows(cu_seqlens_q, cu_seqlens_k)
     for layer in range(len(biases) // 6):
         w, b = (tensors[6 * layer : 6 * layer + 6] for tensors in (weights, biases))
         weight_in, bias_in, weight_out, bias_out = norms[4 * layer : 4 * layer + 4]
         q, k, v = linear_reference(x, w[:3], b[:3]).unflatten(1, (3, num_heads, -1)).unbind(1)
         context, _ = attention_reference(
-            q, k, v, cu_seqlens, cu_seqlens, softmax_scale, None, 0, None
+            q, k[keys], v[keys], cu_seqlens_q, cu_seqlens_k, softmax_scale, None, 0, None
         )
         projected = linear_reference(context.flatten(1), w[3:4], b[3:4])
         x = _add_norm(projected, x, weight_in, bias_in, eps)
         hidden = F.gelu(linear_reference(x, w[4:5], b[4:5]), approximate=approximate)
         x = _add_norm(linear_reference(hidden, w[5:], b[5:]), x, weight_out, bias_out, eps)
     return x
+
+
+def _key_rows(cu_seqlens_q, cu_seqlens_k) -> torch.Tensor:
+    """`(Tk,)` rows that are attended to."""
+    shifts = (cu_seqlens_q - cu_seqlens_k)[:-1].long()
+    shifts = shifts.repeat_interleave(cu_seqlens_k.diff().long())
+    return torch.arange(len(shifts), device=shifts.device) + shifts
 
 
 def _add_norm(x, residual, weight, bias, eps) -> torch.Tensor:

@@ -70,7 +70,7 @@ def finetune(
             f"{type(settings).__name__}"
         )
     training = TrainingSettings() if training is None else training
-    output = output_folder(output)
+    output = output_folder(output, overwrite=overwrite)
     worker = kind(settings)
     beside = worker.evaluation_beside(train if evaluation is None else evaluation)
     if evaluation_split is None and beside is not None:

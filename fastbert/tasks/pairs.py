@@ -76,7 +76,7 @@ def checked_run(
     Raises:
         TaskError: what does not fit, with its row; output holds another run.
     """
-    folder = output_folder(output)
+    folder = output_folder(output, overwrite=overwrite)
     found = rows_of_run(*sources, *splits, training.seed)
     for name, some in found.sources:
         check(some, settings, name, **checks)

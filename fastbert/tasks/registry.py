@@ -8,6 +8,7 @@ from fastbert.tasks.classification import Classification
 from fastbert.tasks.glue import GLUE_TASKS
 from fastbert.tasks.multiple_choice import MultipleChoice
 from fastbert.tasks.question_answering import QuestionAnswering
+from fastbert.tasks.runs import DESCRIPTION
 from fastbert.tasks.tables import TaskError
 from fastbert.tasks.task import Task
 from fastbert.tasks.token_classification import TokenClassification
@@ -16,7 +17,6 @@ TASKS: dict[str, type[Task]] = {
     task.name: task
     for task in (Classification, TokenClassification, QuestionAnswering, MultipleChoice)
 } | GLUE_TASKS
-DESCRIPTION = "fastbert_task.json"
 
 
 def task_class(name: str) -> type[Task]:

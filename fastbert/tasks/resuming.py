@@ -105,7 +105,7 @@ class Checkpoints:
             Its metrics; the speed is that of this process' share.
         """
         if self._begun is None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self._remove()
             self.folder.mkdir(parents=True)
             self._write_record(self.folder)
             return trainer.train().metrics
@@ -118,7 +118,15 @@ class Checkpoints:
     def finish(self) -> None:
         """Says that the model is written, and removes the checkpoints."""
         self._write_record(self.output)
-        shutil.rmtree(self.folder)
+        self._remove()
+
+    def _remove(self) -> None:
+        """The record goes last: without it nobody knows whose the rest is."""
+        if not self.folder.exists():
+            return
+        for path in sorted(self.folder.iterdir(), key=lambda path: path.name == RUN):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self.folder.rmdir()
 
     def _write_record(self, folder: Path) -> None:
         text = json.dumps(self._run, indent=2, ensure_ascii=False) + "\n"

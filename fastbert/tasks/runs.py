@@ -12,6 +12,7 @@ from fastbert.tasks.tables import TaskError, read_rows
 
 logger = logging.getLogger("fastbert")
 
+DESCRIPTION = "fastbert_task.json"
 METRICS = "metrics.json"
 RUN = "run.json"
 CHECKPOINTS = "checkpoints"
@@ -62,21 +63,41 @@ class RunRows:
         return [self.sources[-1][1][i] for i in self.judged]
 
 
-def output_folder(output: str | Path) -> Path:
+def output_folder(output: str | Path, *, overwrite: bool) -> Path:
     """The folder, which need not be there: `Checkpoints` makes it when the input is checked.
 
+    Args:
+        output: its path.
+        overwrite: it may hold a model that an older version fine-tuned.
+
     Raises:
-        TaskError: it holds what `finetune` did not write.
+        TaskError: it holds what `finetune` did not write, or such a model.
     """
     output = Path(output)
-    found = {path.name for path in output.iterdir()} if output.exists() else set()
-    # Of a run that was stopped before its first epoch was saved there is nothing else.
-    is_run = (output / RUN).is_file() or (output / CHECKPOINTS / RUN).is_file()
-    if not is_run and found - {CHECKPOINTS}:
+    checkpoints = output / CHECKPOINTS
+    was_stopped = (checkpoints / RUN).is_file()
+    holds_model = (output / DESCRIPTION).is_file() and (output / METRICS).is_file()
+    if not (was_stopped or holds_model) and _names(output) - {CHECKPOINTS}:
         raise TaskError(
-            f"{output} holds something else than a run of finetune (no {RUN}); name a new folder"
+            f"{output} holds something else than a run of finetune (no {DESCRIPTION} and "
+            f"{METRICS}); name a new folder"
+        )
+    if not was_stopped and _names(checkpoints):
+        raise TaskError(
+            f"{checkpoints} holds something else than checkpoints of finetune (no {RUN}), which "
+            "would be deleted; name a new folder"
+        )
+    if holds_model and not (was_stopped or overwrite or (output / RUN).is_file()):
+        raise TaskError(
+            f"{output} holds a model that an older version fine-tuned, and does not say how (no "
+            f"{RUN}); choose another output, or replace it by --overwrite (overwrite=True in "
+            "Python)"
         )
     return output
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} if folder.exists() else set()
 
 
 def rows_of_run(

@@ -137,3 +137,11 @@ def test_real_text(shared_data, real_checkpoint):
     starts = word_starts(packed.input_ids, packed.cu_seqlens, vocabulary)
     masked = starts[batch.masked.positions].sum()
     assert_proportion(int(masked), int((starts & ~special).sum()), 0.15)
+
+
+def test_a_tokenizer_is_not_written_into_a_file(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(LINES))
+    run = _run("tokenizer", "train", text, "-o", text)
+    assert run.exit_code == 2 and "is no folder" in run.output
+    assert text.read_text() == "\n".join(LINES)

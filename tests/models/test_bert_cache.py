@@ -78,6 +78,35 @@ def test_cache_is_dropped(model, inputs, change):
     assert _copies(model) == 0
 
 
+def _assign(model, name, weight):
+    model.load_state_dict({name: weight}, strict=False, assign=True)
+
+
+def _swap(model, name, weight):
+    torch.utils.swap_tensors(model.get_parameter(name), torch.nn.Parameter(weight))
+
+
+def _load_by_swapping(model, name, weight):
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict({name: weight}, strict=False)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("give", [_assign, _swap, _load_by_swapping])
+def test_another_tensor_in_the_place_of_a_weight_is_noticed(inputs, give):
+    ours, theirs = model_pair("BertModel", small_bert_config())
+    _forward(ours, inputs)
+    name = "encoder.layer.0.output.dense.weight"
+    weight = ours.get_parameter(name).detach().flip(1)
+    for model in (ours, theirs):
+        give(model, name, weight.clone())
+    rows = inputs["attention_mask"].bool()
+    actual, expected = _forward(ours, inputs)[rows], _forward(theirs, inputs)[rows]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("saved", ["pickle", "torch.save", "deepcopy"])
 def test_cache_is_left_out_of_copies(model, inputs, saved):
     expected = _forward(model, inputs)

@@ -77,6 +77,24 @@ def test_heads(inputs, head):
     assert calls == 1
 
 
+def test_padded_positions_that_are_read(model):
+    """Of texts padded on the left, with holes, on both sides, of no token."""
+    mask = torch.ones(5, 9, dtype=torch.long)
+    mask[0, :4], mask[1, 2:4], mask[2, :2], mask[2, 7:], mask[3] = 0, 0, 0, 0, 0
+    inputs = {"input_ids": torch.randint(5, 99, (5, 9)), "attention_mask": mask}
+    _assert_at_once(model, inputs)
+    required = torch.ones_like(mask, dtype=torch.bool)
+    _assert_at_once(model, {**inputs, "required_rows": required})
+    # Of a text without a token transformers' eager attention averages padding, its sdpa gives 0.
+    ours, theirs = model_pair("BertForQuestionAnswering", small_bert_config(), attention="sdpa")
+    outputs, calls = _forward(ours, inputs)
+    assert calls == 1
+    with torch.no_grad():
+        expected = theirs(**inputs)
+    for name, value in outputs.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5)
+
+
 # --- what has to be called is called --------------------------------------------------------------
 
 
@@ -178,8 +196,6 @@ def test_calls_that_need_the_layers(model, inputs):
     assert states[1] == 0 and len(states[0].hidden_states) == 1 + len(model.encoder.layer)
     # The hooks that recorded them stay, and count for nothing.
     _assert_at_once(model, inputs)
-    required = torch.ones_like(inputs["attention_mask"], dtype=torch.bool)
-    assert _forward(model, inputs, required_rows=required)[1] == 0
     with torch.autocast("cpu", torch.bfloat16):
         assert _forward(model, inputs)[1] == 0
     for room in ("linear", "attention", "add_layer_norm", "linear_gelu"):

@@ -65,9 +65,7 @@ def frozen():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_bits(name):
-    # A head that computes padded positions takes a text at a time.
-    lengths = (40,) if name.endswith("QuestionAnswering") else (7, 3, 40, 12)
-    model, inputs = _model(name), _inputs(name, lengths)
+    model, inputs = _model(name), _inputs(name)
     expected = _forward(model, inputs)
     assert fastbert.freeze(model) is model
     before = dispatch.counters()
@@ -111,6 +109,21 @@ def test_packed_input():
     }
     expected = _forward(model, packed)
     _assert_same(_forward(fastbert.freeze(model), packed), expected)
+
+
+@pytest.mark.parametrize("name", ["BertForSequenceClassification", "RobertaForMaskedLM"])
+def test_texts_without_tokens_and_padding_on_the_left(name):
+    ours, theirs = model_pair(name, small_config(family_of(name)), attention="sdpa")
+    inputs = _inputs(name)
+    inputs["attention_mask"][0], inputs["attention_mask"][2, :9] = 0, 0
+    expected = _forward(ours, inputs)
+    actual = _forward(fastbert.freeze(ours), inputs)
+    _assert_same(actual, expected)
+    real = inputs["attention_mask"].bool() if name.endswith("LM") else slice(None)
+    logits = _forward(theirs, inputs).logits
+    torch.testing.assert_close(actual.logits[real], logits[real], rtol=0, atol=1e-5)
+    inputs["attention_mask"][:] = 0
+    _assert_same(_forward(ours, inputs), _forward(model_pair(name, ours.config)[0], inputs))
 
 
 def test_what_is_kept_may_change():
@@ -239,7 +252,6 @@ USES = {
     "call of a layer": lambda m: m.encoder.layer[0](torch.randn(1, 3, 64)),
     "hidden states": lambda m: m(**_inputs(), output_hidden_states=True),
     "attentions": lambda m: m(**_inputs(), output_attentions=True),
-    "padding computed": lambda m: m(**_inputs(), required_rows=torch.ones(4, 40, dtype=torch.bool)),
 }
 WITHIN = ("train", "state_dict", "load", "to", "half", "meta", "pickle", "requires_grad")
 
@@ -263,6 +275,17 @@ def test_in_another_module_too(frozen, use):
         USES[use](outer)
     frozen.requires_grad_(False)
     assert torch.equal(_hidden(frozen), expected)
+
+
+@pytest.mark.parametrize("use", ["train", "save"])
+def test_a_head_around_a_frozen_encoder_is_left_as_it_was(use, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = _model("BertForSequenceClassification")
+    fastbert.freeze(model.bert)
+    with pytest.raises(NotImplementedError, match=GONE):
+        USES[use](model)
+    assert not any(module.training for module in model.modules())
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["AlbertModel", "DistilBertModel", "ElectraModel"])
@@ -348,13 +371,6 @@ def test_layers_of_a_frozen_model_in_another(frozen):
     other.encoder.layer[1] = frozen.encoder.layer[1]
     with torch.no_grad(), pytest.raises(NotImplementedError, match=GONE):
         other(**_inputs())
-
-
-def test_a_padded_batch_for_question_answering_says_what_to_do():
-    name = "BertForQuestionAnswering"
-    model = fastbert.freeze(_model(name))
-    with torch.no_grad(), pytest.raises(NotImplementedError, match="one text at a time"):
-        model(**_inputs(name))
 
 
 def test_a_head_can_be_trained_on_a_frozen_encoder():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fastbert import extension
 from fastbert.dispatch import use_backend
 from fastbert.ops.add_layer_norm import add_layer_norm
-from fastbert.ops.attention import attention_packed_qkv
+from fastbert.ops.attention import attention, attention_packed_qkv
 from fastbert.ops.encoder import LINEARS, NORMS, encoder, encoder_fwd, pack_layers
 from fastbert.ops.linear import linear
 from fastbert.ops.linear_gelu import linear_gelu
@@ -45,9 +45,11 @@ def _cast(value, dtype):
     return [t.to(dtype) for t in value] if isinstance(value, list) else value.to(dtype)
 
 
-def plain(x, weights, biases, norms, cu_seqlens, *, num_heads, softmax_scale, eps, approximate):
+def plain(x, weights, biases, norms, cu_seqlens, *, cu_seqlens_k=None, **numbers):
     """The layers by torch's own functions, each sequence alone."""
     starts = cu_seqlens.tolist()
+    counts = (cu_seqlens if cu_seqlens_k is None else cu_seqlens_k).diff().tolist()
+    num_heads, softmax_scale, eps, approximate = numbers.values()
     for i in range(len(biases) // LINEARS):
         w, b = (t[LINEARS * i : LINEARS * (i + 1)] for t in (weights, biases))
         gain_in, shift_in, gain_out, shift_out = norms[NORMS * i : NORMS * (i + 1)]
@@ -55,11 +57,12 @@ def plain(x, weights, biases, norms, cu_seqlens, *, num_heads, softmax_scale, ep
             F.linear(x, w[j], b[j]).unflatten(1, (num_heads, -1)).transpose(0, 1) for j in range(3)
         )
         context = torch.zeros_like(q)
-        for first, last in itertools.pairwise(starts):
-            rows = slice(first, last)
-            context[:, rows] = F.scaled_dot_product_attention(
-                *(t[None, :, rows] for t in (q, k, v)), scale=softmax_scale
-            )[0]
+        for (first, last), count in zip(itertools.pairwise(starts), counts, strict=True):
+            rows, keys = slice(first, last), slice(first, first + count)
+            if count:
+                context[:, rows] = F.scaled_dot_product_attention(
+                    *(t[None] for t in (q[:, rows], k[:, keys], v[:, keys])), scale=softmax_scale
+                )[0]
         attended = F.linear(context.transpose(0, 1).flatten(1), w[3], b[3])
         x = F.layer_norm(x + attended, x.shape[1:], gain_in, shift_in, eps)
         hidden = F.gelu(F.linear(x, w[4], b[4]), approximate=approximate)
@@ -67,20 +70,35 @@ def plain(x, weights, biases, norms, cu_seqlens, *, num_heads, softmax_scale, ep
     return x
 
 
-def by_layers(x, weights, biases, norms, cu_seqlens, *, num_heads, softmax_scale, eps, approximate):
+def by_layers(x, weights, biases, norms, cu_seqlens, *, cu_seqlens_k=None, **numbers):
     """The layers by their own ops."""
+    num_heads, softmax_scale, eps, approximate = numbers.values()
     for i in range(len(biases) // LINEARS):
         w, b = (t[LINEARS * i : LINEARS * (i + 1)] for t in (weights, biases))
         gain_in, shift_in, gain_out, shift_out = norms[NORMS * i : NORMS * (i + 1)]
         qkv = linear(x, w[:3], b[:3])
-        context, _ = attention_packed_qkv(
-            qkv, num_heads, cu_seqlens, max_seqlen=len(x), softmax_scale=softmax_scale
-        )
+        options = {"softmax_scale": softmax_scale}
+        if cu_seqlens_k is None:
+            context, _ = attention_packed_qkv(
+                qkv, num_heads, cu_seqlens, max_seqlen=len(x), **options
+            )
+        else:
+            q, k, v = qkv.unflatten(1, (3, num_heads, -1)).unbind(1)
+            keys = key_rows(cu_seqlens, cu_seqlens_k)
+            bounds = {"max_seqlen_q": len(x), "max_seqlen_k": len(x)}
+            tensors = (q, k[keys], v[keys], cu_seqlens, cu_seqlens_k)
+            context, _ = attention(*tensors, **bounds, **options)
         attended = linear(context.flatten(1), w[3], b[3])
         x = add_layer_norm(attended, x, gain_in, shift_in, eps=eps)
         hidden = linear_gelu(x, w[4], b[4], approximate=approximate)
         x = add_layer_norm(linear(hidden, w[5], b[5]), x, gain_out, shift_out, eps=eps)
     return x
+
+
+def key_rows(cu_seqlens, cu_seqlens_k):
+    """The first rows of each sequence, as many as the second counts."""
+    pairs = zip(cu_seqlens.tolist(), cu_seqlens_k.diff().tolist(), strict=False)
+    return [row for first, count in pairs for row in range(first, first + count)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -109,6 +127,25 @@ def test_encoder_gives_the_bits_of_the_layers_ops(backend, lengths, filling, dty
     for packed in (None, pack_layers(values[1], dtype)):
         actual = encoder(*values, **numbers(), packed=packed)
         assert_bitwise_equal(actual, expected, "rows")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_encoder_with_rows_that_are_not_attended_to(backend, dtype):
+    """The last of each sequence: none, some, all, more than a block."""
+    values = cast(inputs((7, 9, 3, 80), filling=2), dtype)
+    counts = torch.tensor([0, 7, 4, 0, 35], dtype=torch.int32)
+    options = numbers() | {"cu_seqlens_k": counts.cumsum(0, dtype=torch.int32)}
+    with assert_ran("encoder_fwd", backend.name):
+        actual = encoder(*values, **options)
+    oracle = plain(*cast(values, torch.float64), **options)
+    assert_close_to_oracle(actual, oracle, plain(*values, **options), "rows", op=OP)
+    if backend.name != "reference":
+        with use_backend(backend.name):
+            assert_bitwise_equal(actual, by_layers(*values, **options), "rows")
+    values[0][7 + 4] = 100  # not attended to
+    again = encoder(*values, **options)
+    others = [row for row in range(len(actual)) if row != 7 + 4]
+    assert_bitwise_equal(again[others], actual[others], "rows")
 
 
 def test_encoder_layers_may_differ_in_width(backend):
@@ -150,12 +187,13 @@ def test_encoder_without_the_original_weights(backend, precision):
         expected = encoder(x, weights, *rest, **numbers())
         packed = pack_layers(weights, dtype)
         biases, norms, cu_seqlens = rest
-        arguments = (x, [], biases, norms, packed, cu_seqlens, *numbers().values())
+        starts = (cu_seqlens, cu_seqlens)
+        arguments = (x, [], biases, norms, packed, *starts, *numbers().values())
         assert_bitwise_equal(encoder_fwd(*arguments), expected, f"rows in {dtype}")
         other = pack_layers(weights, torch.float32 if dtype == torch.bfloat16 else torch.bfloat16)
         if backend.isa in ("avx512_bf16", "amx"):
             with pytest.raises(ValueError, match="the originals were dropped"):
-                encoder_fwd(x, [], biases, norms, other, cu_seqlens, *numbers().values())
+                encoder_fwd(x, [], biases, norms, other, *starts, *numbers().values())
     torch.set_float32_matmul_precision("highest")
 
 
@@ -187,13 +225,14 @@ def test_encoder_empty(backend):
 def test_encoder_opcheck(backend):
     x, weights, biases, norms, cu_seqlens = inputs((5, 3), 1)
     packed = pack_layers(weights, x.dtype)
-    arguments = (x, weights, biases, norms, packed, cu_seqlens, *numbers().values())
+    arguments = (x, weights, biases, norms, packed, cu_seqlens, cu_seqlens, *numbers().values())
     torch.library.opcheck(encoder_fwd, arguments)
 
 
 def test_encoder_compile_fullgraph():
     def step(x, weights, biases, norms, cu_seqlens):
-        return encoder_fwd(x, weights, biases, norms, [], cu_seqlens, *numbers().values()) * 2
+        starts = (cu_seqlens, cu_seqlens)
+        return encoder_fwd(x, weights, biases, norms, [], *starts, *numbers().values()) * 2
 
     if extension.cpu_isa() is not None:
         pytest.skip("the C++ op takes packed weights")
@@ -213,6 +252,9 @@ def test_encoder_bad_input_raises():
     ):
         with pytest.raises(ValueError, match=message):
             encoder(*changed, **numbers())
+    for other in (cu_seqlens[:2], torch.tensor([0, 3, 7])):
+        with pytest.raises(ValueError, match="no more rows of each, got lengths"):
+            encoder(*values, **numbers(), cu_seqlens_k=other)
     with pytest.raises(ValueError, match="approximate"):
         encoder(*values, **numbers(approximate="relu"))
     weights[0].requires_grad_()

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from fastbert import extension
 from fastbert.dispatch import use_backend
-from fastbert.ops.linear import linear, linear_bwd, linear_fwd, pack_weights
+from fastbert.ops.linear import linear, linear_bwd, linear_fwd, pack_weights, quantize_weights
 from fastbert.testing.compare import assert_bitwise_equal, op_check, relative_l2
 from fastbert.testing.counters import assert_ran
 
@@ -301,6 +301,36 @@ def test_linear_second_order_raises():
     values = {k: v.requires_grad_() for k, v in inputs(4, 8, 6).items()}
     with pytest.raises(RuntimeError, match="second-order"):
         torch.autograd.grad(linear(**values).sum(), values["x"], create_graph=True)
+
+
+DAMAGES = {
+    "cut short": lambda p: p[:-1],
+    "the header alone": lambda p: p[:64],
+    "longer": lambda p: torch.cat([p, p]),
+    "unknown arithmetic": lambda p: _with_byte(p, 12, 99),
+    "more columns": lambda p: _with_byte(p, 24, 255),
+    "columns without end": lambda p: _with_byte(p, 30, 127),
+    "negative depth": lambda p: _with_byte(p, 23, 255),
+}
+
+
+def _with_byte(packed, place, value):
+    packed = packed.clone()
+    packed[place] = value
+    return packed
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("mode", [None, "weight_only", "dynamic"])
+def test_damaged_packed_weights_are_refused(damage, mode):
+    if extension.cpu_isa() is None:
+        pytest.skip("the compiled part is not built")
+    x, weight, bias = inputs(4, 80, 70).values()
+    pack = pack_weights([weight], x.dtype) if mode is None else quantize_weights([weight], mode)
+    damaged = DAMAGES[damage](pack)
+    for weights in ([], [weight]):
+        with use_backend(linear="cpu"), pytest.raises(ValueError, match="cut short or damaged"):
+            linear_fwd(x, weights, [bias], damaged)
 
 
 def test_linear_bad_input_raises():

@@ -152,7 +152,8 @@ def test_bad_input_raises():
     with pytest.raises(ValueError, match="at most 133144 inputs, got 133145"):
         quantize_weights([torch.zeros(1, 133145)], "dynamic")
     packed = quantize_weights([torch.randn(4, 5)], "dynamic")
-    with use_backend(linear="cpu"), pytest.raises(ValueError, match="neither weights nor packed"):
-        linear_fwd(torch.randn(2, 4), [], [], None)
+    for nothing in (None, packed[:60], packed.repeat_interleave(2)[::2], torch.randn(4, 5)):
+        with use_backend(linear="cpu"), pytest.raises(ValueError, match="neither weights nor pack"):
+            linear_fwd(torch.randn(2, 4), [], [], nothing)
     with use_backend(linear="cpu"), pytest.raises(ValueError, match="x must have 5 columns"):
         linear_fwd(torch.randn(2, 4), [], [], packed)

@@ -100,6 +100,12 @@ def test_help_without_a_model():
     assert "--overlong" in _run("similarity", "--help").stdout
 
 
+@pytest.mark.parametrize("command", ["finetune", "evaluate", "predict"])
+def test_a_command_without_arguments_fails_with_its_usage(command):
+    told = CliRunner().invoke(app, [command])
+    assert told.exit_code == 2 and f"Usage: fastbert {command}" in told.stdout
+
+
 def test_help_lists_the_options_of_a_task():
     told = _run("finetune", "--help").stdout
     assert "TASK is one of classification" in told

@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -177,6 +178,57 @@ def test_a_finished_run_is_not_replaced_unasked(base, rows, undisturbed, tmp_pat
     assert len(result.history) == 1
     assert run(training=quick).samples_per_second is None
     assert run(training=quick, overwrite=True).samples_per_second > 0
+
+
+def test_a_model_of_an_older_version_is_replaced_where_that_is_asked(
+    base, rows, undisturbed, tmp_path
+):
+    output = tmp_path / "model"
+    shutil.copytree(undisturbed, output)
+    (output / "run.json").unlink()
+    (output / "notes.txt").write_text("mine")
+    arguments = ("classification", base, rows, str(output), {**TRAINING, "epochs": 1})
+    with pytest.raises(TaskError, match=r"an older version fine-tuned, .* by --overwrite"):
+        finetune_rows(*arguments)
+    assert _learned(output) == _learned(undisturbed)
+    assert len(finetune_rows(*arguments, overwrite=True).history) == 1
+    assert (output / "notes.txt").read_text() == "mine"
+    assert finetune_rows(*arguments).seconds is None
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["fastbert_task.json", "model.safetensors"],
+        ["metrics.json", "model.safetensors"],
+        ["run.json", "README.md"],
+        ["checkpoints/thesis.tex"],
+        ["fastbert_task.json", "metrics.json", "run.json", "checkpoints/thesis.tex"],
+    ],
+)
+def test_files_of_others_are_not_replaced(base, rows, names, tmp_path):
+    output = tmp_path / "model"
+    for name in names:
+        (output / name).parent.mkdir(parents=True, exist_ok=True)
+        (output / name).write_text("{}")
+    with pytest.raises(TaskError, match=r"holds something else than .* of finetune"):
+        finetune_rows("classification", base, rows, str(output), TRAINING, overwrite=True)
+    assert all((output / name).read_text() == "{}" for name in names)
+
+
+def test_checkpoints_that_were_removed_in_part_are_still_known(base, rows, tmp_path, monkeypatch):
+    arguments = ("classification", base, rows, str(tmp_path / "model"), TRAINING)
+
+    def killed(path):
+        shutil.rmtree(path)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fastbert.tasks.resuming.shutil", SimpleNamespace(rmtree=killed))
+        with pytest.raises(KeyboardInterrupt):
+            finetune_rows(*arguments)
+    assert (tmp_path / "model" / "checkpoints" / "run.json").exists()
+    assert finetune_rows(*arguments).seconds is None
 
 
 @pytest.mark.slow
