@@ -340,7 +340,7 @@ def _disentangled_attention_bwd_dq_kernel(
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     at = head.to(tl.int64) * num_rows + start + query
     tl.store(delta_ptr + at, delta, mask=query < length)
-    lse = tl.load(lse_ptr + at, mask=query < length, other=float("-inf")) * LOG2_E
+    lse = tl.load(lse_ptr + at, mask=query < length, other=float("inf")) * LOG2_E
     dq = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     for first_key in range(0, num_keys, BLOCK):
         key = first_key + tl.arange(0, BLOCK)
@@ -455,7 +455,8 @@ def _disentangled_attention_bwd_dkv_kernel(
         q = head_rows(q_ptr, start_q, query, num_queries, q_row, q_head, D, BLOCK_D)
         dout = head_rows(dout_ptr, start_q, query, num_queries, row_step, D, D, BLOCK_D)
         at = head.to(tl.int64) * num_rows + start_q + query
-        lse = tl.load(lse_ptr + at, mask=query < num_queries, other=float("-inf")) * LOG2_E
+        # Queries that are not there have scores all the same, of the keys beside position_query.
+        lse = tl.load(lse_ptr + at, mask=query < num_queries, other=float("inf")) * LOG2_E
         delta = tl.load(delta_ptr + at, mask=query < num_queries, other=0.0)
         key_table, query_table = position_tables(
             q,
@@ -567,7 +568,7 @@ def _disentangled_attention_bwd_positions_kernel(
             v = head_rows(v_ptr, start, key, length, v_row, v_head, D, BLOCK_D)
             dout = head_rows(dout_ptr, start, query, length, row_step, D, D, BLOCK_D)
             at = head.to(tl.int64) * num_rows + start + query
-            lse = tl.load(lse_ptr + at, mask=query < length, other=float("-inf")) * LOG2_E
+            lse = tl.load(lse_ptr + at, mask=query < length, other=float("inf")) * LOG2_E
             delta = tl.load(delta_ptr + at, mask=query < length, other=0.0)
             key_table, query_table = position_tables(
                 q,
