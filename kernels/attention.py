@@ -609,8 +609,13 @@ def _slots(rows: torch.Tensor, block: int, num_sequences: int) -> int:
     return rows.shape[0] // block + num_sequences + 1
 
 
-def _with_contiguous_heads(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
+def with_near_heads(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors `(rows, N, D)`, copied unless a head is contiguous and begins within 2^31
+    elements of its row: the offset of a head is int32, for int64 spills registers."""
+    return [
+        t if t.stride(-1) == 1 and t.shape[1] * t.stride(1) < 2**31 else t.contiguous()
+        for t in tensors
+    ]
 
 
 def _steps(*tensors: torch.Tensor) -> list[int]:
@@ -632,7 +637,7 @@ def attention_fwd(
     rng_state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches the forward; arguments and results as the op `attention_fwd`."""
-    q, k, v = _with_contiguous_heads(q, k, v)
+    q, k, v = with_near_heads(q, k, v)
     num_rows, num_heads, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((num_heads, num_rows), dtype=torch.float32)
@@ -717,7 +722,7 @@ def _backward(
     """Fills dq, dk and dv, of which the last two have the same strides."""
     if q.numel() == k.numel() == 0:
         return
-    q, k, v = _with_contiguous_heads(q, k, v)
+    q, k, v = with_near_heads(q, k, v)
     dout, out = dout.contiguous(), out.contiguous()
     scalars, constants = _settings(q, softmax_scale, window, dropout_p, site, rng_state)
     num_sequences = cu_seqlens_q.shape[0] - 1

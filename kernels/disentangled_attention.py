@@ -26,6 +26,7 @@ from .attention import (
     seen,
     sequence_head,
     store_head_rows,
+    with_near_heads,
 )
 from .common import block_of, on_device
 from .philox import dropout_settings, keep_scores
@@ -340,7 +341,7 @@ def _disentangled_attention_bwd_dq_kernel(
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     at = head.to(tl.int64) * num_rows + start + query
     tl.store(delta_ptr + at, delta, mask=query < length)
-    lse = tl.load(lse_ptr + at, mask=query < length, other=float("-inf")) * LOG2_E
+    lse = tl.load(lse_ptr + at, mask=query < length, other=float("inf")) * LOG2_E
     dq = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     for first_key in range(0, num_keys, BLOCK):
         key = first_key + tl.arange(0, BLOCK)
@@ -455,7 +456,8 @@ def _disentangled_attention_bwd_dkv_kernel(
         q = head_rows(q_ptr, start_q, query, num_queries, q_row, q_head, D, BLOCK_D)
         dout = head_rows(dout_ptr, start_q, query, num_queries, row_step, D, D, BLOCK_D)
         at = head.to(tl.int64) * num_rows + start_q + query
-        lse = tl.load(lse_ptr + at, mask=query < num_queries, other=float("-inf")) * LOG2_E
+        # Queries that are not there have scores all the same, of the keys beside position_query.
+        lse = tl.load(lse_ptr + at, mask=query < num_queries, other=float("inf")) * LOG2_E
         delta = tl.load(delta_ptr + at, mask=query < num_queries, other=0.0)
         key_table, query_table = position_tables(
             q,
@@ -551,11 +553,30 @@ def _disentangled_attention_bwd_positions_kernel(
     BLOCK: tl.constexpr,
 ):
     """Sums of one table, for both at once do not fit the registers. A program has the tiles of all
-    sequences whose queries' block is `diagonal` blocks behind the keys'."""
+    sequences whose queries' block is `diagonal` blocks behind the keys': they share their rows of
+    the tables."""
     head = tl.program_id(1)
     diagonal = tl.program_id(0) - tl.num_programs(0) // 2
     row_step, offset = num_heads * D, diagonal * BLOCK
     sums = tl.zeros([2 * BLOCK, BLOCK_D], tl.float32)
+    key_table, query_table = position_tables(
+        sums,
+        sums,
+        position_key_ptr,
+        position_query_ptr,
+        buckets_ptr,
+        offset,
+        reach,
+        position_key_row,
+        position_key_head,
+        position_query_row,
+        position_query_head,
+        HAS_KEY,
+        HAS_QUERY,
+        D,
+        BLOCK_D,
+        BLOCK,
+    )
     for sequence in range(0, num_sequences):
         start, length = rows_of(cu_seqlens_ptr, sequence, num_sequences, num_rows)
         blocks = tl.cdiv(length, BLOCK)
@@ -567,26 +588,8 @@ def _disentangled_attention_bwd_positions_kernel(
             v = head_rows(v_ptr, start, key, length, v_row, v_head, D, BLOCK_D)
             dout = head_rows(dout_ptr, start, query, length, row_step, D, D, BLOCK_D)
             at = head.to(tl.int64) * num_rows + start + query
-            lse = tl.load(lse_ptr + at, mask=query < length, other=float("-inf")) * LOG2_E
+            lse = tl.load(lse_ptr + at, mask=query < length, other=float("inf")) * LOG2_E
             delta = tl.load(delta_ptr + at, mask=query < length, other=0.0)
-            key_table, query_table = position_tables(
-                q,
-                k,
-                position_key_ptr,
-                position_query_ptr,
-                buckets_ptr,
-                offset,
-                reach,
-                position_key_row,
-                position_key_head,
-                position_query_row,
-                position_query_head,
-                HAS_KEY,
-                HAS_QUERY,
-                D,
-                BLOCK_D,
-                BLOCK,
-            )
             _, dscores = tile_gradients(
                 q,
                 k,
@@ -676,18 +679,21 @@ def _sum_distances_kernel(
 
 
 def blocks(head_dim: int, dtype: torch.dtype, kernel: str, amd: bool) -> dict[str, int]:
-    """Tile size, warps and stages, such that nothing is spilled: the shifts hold three tiles at
-    once, the sums of positions another of twice the rows.
+    """Tile size, warps, stages and most registers, such that nothing is spilled: the shifts hold
+    three tiles at once, the sums of positions another of twice the rows.
 
     Args:
         kernel: `fwd`, `bwd_dq`, `bwd_dkv` or `bwd_positions`.
         amd: on AMD four warps may have twice the registers each that eight have.
     """
-    block_d = max(16, block_of(head_dim, 128))
-    block, warps = 32, 8 if kernel == "bwd_dkv" and not amd else 4
-    if dtype == torch.float32 or kernel == "bwd_positions":
-        block, warps = 16, 4
-    return {"BLOCK": block, "BLOCK_D": block_d, "num_warps": warps, "num_stages": 1}
+    sizes = {"BLOCK_D": max(16, block_of(head_dim, 128)), "num_stages": 1}
+    single, sums = dtype == torch.float32, kernel == "bwd_positions"
+    sizes["BLOCK"] = 16 if single or sums else 32
+    if amd:
+        return {**sizes, "num_warps": 4}
+    wide = kernel == "bwd_dkv" or (kernel == "bwd_dq" and single)
+    # Where no limit is named, ptxas spills a few to get another program onto an SM.
+    return {**sizes, "num_warps": 8 if wide else 4, "maxnreg": 168 if sums else 255}
 
 
 def _settings(q, position_key, position_query, softmax_scale, dropout_p, site):
@@ -713,10 +719,6 @@ def _slots(rows: torch.Tensor, block: int, num_sequences: int) -> int:
     return rows.shape[0] // block + num_sequences + 1
 
 
-def _with_contiguous_heads(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
-
-
 def _steps(*tensors: torch.Tensor) -> list[int]:
     return [t.stride(i) for t in tensors for i in range(2)]
 
@@ -738,7 +740,7 @@ def disentangled_attention_fwd(
     """Launches the forward; arguments and results as the op `disentangled_attention_fwd`."""
     scalars, constants = _settings(q, position_key, position_query, softmax_scale, dropout_p, site)
     tables = (q if t is None else t for t in (position_key, position_query))
-    q, k, v, *tables = _with_contiguous_heads(q, k, v, *tables)
+    q, k, v, *tables = with_near_heads(q, k, v, *tables)
     num_rows, num_heads, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((num_heads, num_rows), dtype=torch.float32)
@@ -791,7 +793,7 @@ def disentangled_attention_bwd(
     if q.numel() == 0:
         return dq, dk, dv, *(q.new_zeros((0,) if t is None else t.shape) for t in given)
     scalars, constants = _settings(q, *given, softmax_scale, dropout_p, site)
-    q, k, v, *tables = _with_contiguous_heads(q, k, v, *(q if t is None else t for t in given))
+    q, k, v, *tables = with_near_heads(q, k, v, *(q if t is None else t for t in given))
     dout, out = dout.contiguous(), out.contiguous()
     delta = torch.empty_like(softmax_lse)
     num_rows, num_heads, head_dim = q.shape
@@ -810,12 +812,15 @@ def disentangled_attention_bwd(
         *_steps(q, k, v, *tables),
         *scalars,
     )
-    slots = (_slots(q, constants("bwd_dq")["BLOCK"], num_sequences), num_heads)
+
+    def slots(kernel: str) -> tuple[int, int]:
+        return _slots(q, constants(kernel)["BLOCK"], num_sequences), num_heads
+
     with on_device(q):
-        _disentangled_attention_bwd_dq_kernel[slots](
+        _disentangled_attention_bwd_dq_kernel[slots("bwd_dq")](
             *inputs, out, softmax_lse, dq, delta, *shared, **constants("bwd_dq")
         )
-        _disentangled_attention_bwd_dkv_kernel[slots](
+        _disentangled_attention_bwd_dkv_kernel[slots("bwd_dkv")](
             *inputs, softmax_lse, delta, dk, dv, *shared, **constants("bwd_dkv")
         )
         gradients = [q.new_empty(0), q.new_empty(0)]

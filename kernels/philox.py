@@ -140,7 +140,7 @@ def _score_keep_mask_kernel(
     keep = keep_scores(
         rng_state_ptr, first_row, first_column, sequence_head, threshold, site, ROWS, COLS
     )
-    row = first_row + tl.arange(0, ROWS)
+    row = first_row.to(tl.int64) + tl.arange(0, ROWS)
     column = first_column + tl.arange(0, COLS)
     inside = (row[:, None] < seqlen_q) & (column[None, :] < seqlen_k)
     start = mask_ptr + block * seqlen_q * seqlen_k

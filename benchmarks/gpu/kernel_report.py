@@ -1,12 +1,13 @@
 """Compiles every Triton kernel ahead of time for GPUs that need not be there, and reports what the
 machine code says: registers, spills, shared memory, occupancy, and the inner loop's instructions.
 
-    python benchmarks/gpu/kernel_report.py [--check] [--only attention] [--json PATH]
+    python benchmarks/gpu/kernel_report.py [--check] [--only attention] [--everywhere] [--json PATH]
 
 `--check` fails where a kernel spills (but for `OLDER_SPILLS`), passes its limits or lacks the
 instructions named below.
 Needs triton and no GPU: Triton brings the assembler and cuobjdump. Every dtype is compiled for
-sm_90 with the shipped tiles, bf16 for the other targets.
+sm_90 with the shipped tiles, bf16 for the other targets; `--everywhere` adds disentangled
+attention's forms with fewer tables for all of them, in every dtype.
 
 The last columns are the innermost loop with the most tensor-core instructions (else the longest
 loop), for one pass of a block: cycles of the tensor cores, the special-function units and the fp32
@@ -18,6 +19,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import importlib
+import itertools
 import json
 import os
 import re
@@ -25,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "0"
@@ -157,15 +159,17 @@ def _attention(
     return of
 
 
-def _disentangled(kernel: str) -> Callable[[str, object], dict]:
+def _disentangled(
+    kernel: str, key: bool = True, query: bool = True, dropout: bool = True, of_keys: bool = False
+) -> Callable[[str, object], dict]:
     def of(dtype: str, target) -> dict:
         import torch
 
         names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
         module = _module("disentangled_attention")
-        options = {"HAS_KEY": True, "HAS_QUERY": True, "DROPOUT": True, "PRECISION": "ieee"}
+        options = {"HAS_KEY": key, "HAS_QUERY": query, "DROPOUT": dropout, "PRECISION": "ieee"}
         if kernel == "bwd_positions":
-            options["OF_KEYS"] = False
+            options["OF_KEYS"] = of_keys
         else:
             options["BLOCK_B"] = module.BLOCK_B
         sizes = module.blocks(64, names[dtype], kernel, target in HIP_TARGETS)
@@ -313,6 +317,22 @@ WINDOWED = {
 }
 
 
+def _other_tables() -> list[tuple[str, Kernel]]:
+    """The kernels of disentangled attention as they are launched beside their rows in `KERNELS`:
+    with one position table or none, without dropout, and for the sums of the other table."""
+    found = []
+    for kernel in ("fwd", "bwd_dq", "bwd_dkv", "bwd_positions"):
+        name = f"_disentangled_attention_{kernel}_kernel"
+        usual = KERNELS["disentangled_attention", name]
+        for key, query, dropout, of_keys in itertools.product((True, False), repeat=4):
+            summed = (key if of_keys else query) if kernel == "bwd_positions" else not of_keys
+            if not summed or (key and query and dropout and not of_keys):
+                continue
+            constants = _disentangled(kernel, key, query, dropout, of_keys)
+            found.append((name, dataclasses.replace(usual, constants=constants)))
+    return found
+
+
 # Triton compiles a kernel apart where one of its integers is 1.
 ONES = ("num_rows", "num_rows_q", "num_rows_k", "num_sequences", "num_heads", "parts", "part_rows")
 
@@ -331,20 +351,32 @@ Job = tuple[str, str, Kernel, object, str]
 """Module, name, kernel, target, dtype."""
 
 
-def jobs(only: str = "") -> list[Job]:
-    """Every dtype for the first target, bf16 for the others; heads of 128, windows, and integers of
-    1, in bf16."""
+def jobs(only: str = "", everywhere: bool = False) -> list[Job]:
+    """Every dtype for the first target, bf16 for the others; heads of 128, windows, other tables
+    and integers of 1, in bf16. `everywhere`: other tables for every target and dtype too."""
+
+    def on_each(kernel: Kernel, every_dtype: bool = False) -> Iterator[tuple[object, str]]:
+        for target in (*CUDA_TARGETS, *HIP_TARGETS):
+            each = every_dtype or target == CUDA_TARGETS[0]
+            yield from ((target, dtype) for dtype in kernel.dtypes[: None if each else 1])
+
     found = [
         (module, name, kernel, target, dtype)
         for (module, name), kernel in KERNELS.items()
-        for target in (*CUDA_TARGETS, *HIP_TARGETS)
-        for dtype in (kernel.dtypes if target == CUDA_TARGETS[0] else kernel.dtypes[:1])
+        for target, dtype in on_each(kernel)
     ]
     found += [
         ("attention", name, kernel, target, "bf16")
         for kernels in (WIDE_HEADS, WINDOWED)
         for name, kernel in kernels.items()
         for target in CUDA_TARGETS
+    ]
+    found += [
+        ("disentangled_attention", name, kernel, target, dtype)
+        for name, kernel in _other_tables()
+        for target, dtype in (
+            on_each(kernel, every_dtype=True) if everywhere else [(CUDA_TARGETS[0], "bf16")]
+        )
     ]
     found += [
         (module, name, _with_ones(module, name), CUDA_TARGETS[0], "bf16")
@@ -365,9 +397,9 @@ def argument_type(name: str, kernel: Kernel, dtype: str) -> str:
     return f"*{dtype}"
 
 
-def compile_number(index: int, only: str) -> dict:
+def compile_number(index: int, *selection) -> dict:
     """One row of the report; jobs hold functions, which do not travel between processes."""
-    return compile_kernel(jobs(only)[index])
+    return compile_kernel(jobs(*selection)[index])
 
 
 def compile_kernel(job: Job) -> dict:
@@ -381,6 +413,8 @@ def compile_kernel(job: Job) -> dict:
     constants = dict(kernel.constants(dtype, target))
     options = {"num_warps": constants.pop("num_warps", 4)}
     options["num_stages"] = constants.pop("num_stages", 3)
+    if "maxnreg" in constants:
+        options["maxnreg"] = constants.pop("maxnreg")
     signature = {
         n: "constexpr" if n in constants else argument_type(n, kernel, dtype)
         for n in function.arg_names
@@ -392,6 +426,7 @@ def compile_kernel(job: Job) -> dict:
     }
     source = ASTSource(function, signature=signature, constexprs=constants, attrs=attributes)
     row = {"kernel": name.strip("_").removesuffix("_kernel"), "dtype": dtype, **options}
+    row["form"] = " ".join(n for n, value in constants.items() if value is True)
     row["tile"] = "x".join(str(v) for n, v in constants.items() if n in TILE)
     if target in HIP_TARGETS:
         compiled = triton.compile(source, target=GPUTarget("hip", target, 64), options=options)
@@ -526,7 +561,7 @@ def _tensor_flops(opcode: str) -> int:
 
 def faults(row: dict, kernel: Kernel) -> list[str]:
     """What about this row is over its limits, or not there."""
-    name = f"{row['kernel']} {row['target']} {row['dtype']}"
+    name = " ".join(row[key] for key in ("kernel", "target", "dtype", "form") if row[key])
     found = []
     if row["spills"] > _allowed_spills(row):
         found.append(f"{name}: {row['spills']} loads and stores of spilled registers")
@@ -558,15 +593,15 @@ def _allowed_spills(row: dict) -> int:
 def table(rows: list[dict]) -> str:
     """The rows as text."""
     heads = ("warps", "regs", "spills", "shared", "blocks", "16-byte")
-    lines = [f"{'kernel':25}{'tile':11}{'target':8}{'dtype':5}" + "".join(f"{h:>8}" for h in heads)]
-    lines[0] += "  loop: tensor, special, fp32 cycles; instructions"
+    lines = [f"{'kernel':37}{'tile':11}{'target':8}{'dtype':5}" + "".join(f"{h:>8}" for h in heads)]
+    lines[0] += "  loop: tensor, special, fp32 cycles; instructions  form"
     for row in rows:
         keys = ("num_warps", "registers", "spills", "shared_bytes", "blocks", "wide_loads")
         numbers = "".join(f"{row.get(key, '-'):>8}" for key in keys)
         loop = row.get("loop")
         tail = "  " + ", ".join(str(v) for v in loop.values()) if loop else ""
-        name = f"{row['kernel']:25}{row['tile']:11}{row['target']:8}{row['dtype']:5}"
-        lines.append(name + numbers + tail)
+        name = f"{row['kernel']:37}{row['tile']:11}{row['target']:8}{row['dtype']:5}"
+        lines.append(f"{name}{numbers}{tail}  {row['form']}")
     return "\n".join(lines)
 
 
@@ -574,12 +609,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="fail where a limit is passed")
     parser.add_argument("--only", default="", help="kernels whose names contain this")
+    parser.add_argument("--everywhere", action="store_true", help="every form, target and dtype")
     parser.add_argument("--json", type=Path, help="write the rows there")
     arguments = parser.parse_args()
-    work = jobs(arguments.only)
+    selection = (arguments.only, arguments.everywhere)
+    work = jobs(*selection)
     _module("cache").ensure_writable()
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool:
-        rows = list(pool.map(compile_number, range(len(work)), [arguments.only] * len(work)))
+        rows = list(
+            pool.map(compile_number, range(len(work)), *([s] * len(work) for s in selection))
+        )
     print(table(rows))
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -41,6 +41,9 @@ def costs(hidden: int, intermediate: int) -> list[Cost]:
     inner = TOKENS * intermediate * BF16
     # 4·s·C FLOPs a token forward; backward makes the scores again and four more products.
     attention = 4 * TOKENS * SEQLEN * hidden
+    # Beside it as many products with the two position tables, which have a row for each distance
+    # up to half of SEQLEN; backward makes theirs again too, and two more to each table.
+    tables = 2 * SEQLEN * hidden * BF16
     labelled = round(MASKED * TOKENS)
     decoder = VOCAB * hidden * BF16
     loss = 2 * labelled * hidden * VOCAB
@@ -57,8 +60,12 @@ def costs(hidden: int, intermediate: int) -> list[Cost]:
         Cost("bias_gelu backward", 3 * inner),
         Cost("linear_gelu forward", row + weight + 2 * inner, gemm),
         Cost("linear_gelu backward", 2 * row + 2 * weight + 2 * inner, 2 * gemm),
+        Cost("disentangled_attention forward", 4 * row + tables, 2 * attention),
+        Cost("disentangled_attention backward", 8 * row + 2 * tables, 5.5 * attention),
         Cost("mlm_cross_entropy forward", labelled * hidden * BF16 + decoder, loss),
         Cost("mlm_cross_entropy backward", 2 * labelled * hidden * BF16 + 2 * decoder, 3 * loss),
+        Cost("mlm_distillation forward", 2 * (labelled * hidden * BF16 + decoder), 2 * loss),
+        Cost("mlm_distillation backward", 3 * (labelled * hidden * BF16 + decoder), 4 * loss),
         Cost("unpad", 2 * row),
     ]
 

@@ -41,7 +41,7 @@ STAGES = {
     "parity of graphs": ([*PYTEST, "tests/gpu/test_graphs_on_cuda.py"], 60),
     CUDA_BUILD: (["setup.py", "-q", "build_ext"], 120),
     CUDA_PARITY: ([*PARITY, "-k", "not triton"], 60),
-    "kernels": ([ME, "--stage", "kernels"], 90),
+    "kernels": ([ME, "--stage", "kernels"], 105),
     "BERT-base": ([ME, "--stage", "base"], 60),
     "BERT-large": ([ME, "--stage", "large"], 60),
     "memory check": ([*PYTEST, "tests/kernels/test_launch.py"], 60),

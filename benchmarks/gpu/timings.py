@@ -17,11 +17,15 @@ from fastbert.dispatch import COMPILED, bound, current_binding
 from fastbert.ops.add_layer_norm import add_layer_norm
 from fastbert.ops.attention import attention
 from fastbert.ops.bias_gelu import bias_gelu
+from fastbert.ops.disentangled_attention import disentangled_attention
 from fastbert.ops.embed_layer_norm import embed_layer_norm
 from fastbert.ops.mlm_cross_entropy import mlm_cross_entropy
+from fastbert.ops.mlm_distillation import mlm_distillation
 from fastbert.ops.unpad import unpad
 from fastbert.padding import pack
 from fastbert.peers import apex, flash_attn
+from fastbert.reference.disentangled_attention import relative_buckets
+from fastbert.testing.plain import plain_mlm_distillation
 from fastbert.train import GraphedStep
 
 LARGE = {
@@ -162,7 +166,9 @@ def kernel_cases(device: torch.device) -> Iterator[tuple]:
     )
     yield from _embedding_cases(rows, half, state)
     yield from _attention_cases(on_gpu, half, state)
+    yield from _disentangled_cases(on_gpu, half)
     yield from _loss_cases(on_gpu, half)
+    yield from _distillation_cases(on_gpu, half)
     x = torch.randn(2 * rows, 768, **half)
     indices = torch.randperm(2 * rows, device=device)[:rows]
     functions = {"fastbert": lambda: unpad(x, indices), "torch": lambda: x[indices]}
@@ -256,6 +262,42 @@ def _attention_cases(on_gpu: bool, half: dict, state) -> Iterator[tuple]:
             )
 
 
+def _disentangled_cases(on_gpu: bool, half: dict) -> Iterator[tuple]:
+    """Full sequences, as long as there are buckets: a product with a table has as many FLOPs as one
+    with the keys. Forward has two products of either kind, backward five and six."""
+    count, length, heads, dim = (32, 512, 12, 64) if on_gpu else (2, 9, 2, 16)
+    span, reach = (256, 512) if on_gpu else (4, 6)
+    total, scale = count * length, (3 * dim) ** -0.5
+    leaves = [torch.randn(total, heads, dim, **half, requires_grad=True) for _ in range(3)]
+    leaves += [torch.randn(2 * span, heads, dim, **half, requires_grad=True) for _ in range(2)]
+    starts = torch.arange(0, total + 1, length, dtype=torch.int32, device=half["device"])
+    place = torch.arange(length, device=half["device"])
+    distance = (place[:, None] - place).clamp(-reach, reach)
+    bucket = relative_buckets(span, reach, half["device"]).long()[distance + reach]
+    index = bucket.expand(count, heads, -1, -1)
+
+    def ours():
+        positions = {"position_buckets": span, "max_relative_positions": reach}
+        size = {"max_seqlen": length, "softmax_scale": scale}
+        return disentangled_attention(*leaves, starts, **size, **positions)[0]
+
+    def theirs():
+        q, k, v = (t.view(count, length, heads, dim).transpose(1, 2) for t in leaves[:3])
+        position_key, position_query = (t.permute(1, 2, 0) for t in leaves[3:])
+        scores = q @ k.transpose(2, 3) + (q @ position_key).gather(-1, index)
+        by_key = (k @ position_query).gather(-1, index.transpose(2, 3))
+        weights = ((scores + by_key.transpose(2, 3)) * scale).softmax(-1)
+        return (weights @ v).transpose(1, 2).reshape(total, heads, dim)
+
+    product = 2 * count * length**2 * heads * dim
+    yield from _both(
+        f"disentangled_attention {count}x{length}",
+        {"fastbert": ours, "torch": theirs},
+        leaves,
+        ("flops", 4 * product, 11 * product),
+    )
+
+
 def _loss_cases(on_gpu: bool, half: dict) -> Iterator[tuple]:
     rows, columns, vocab = (2458, 768, 30_522) if on_gpu else (5, 16, 50)
     hidden = torch.randn(rows, columns, **half, requires_grad=True)
@@ -272,6 +314,26 @@ def _loss_cases(on_gpu: bool, half: dict) -> Iterator[tuple]:
         },
         [hidden, weight],
         ("flops", flops, 3 * flops),
+    )
+
+
+def _distillation_cases(on_gpu: bool, half: dict) -> Iterator[tuple]:
+    """Student and teacher as wide as each other; backward makes both logits again."""
+    rows, columns, vocab = (2458, 768, 30_522) if on_gpu else (5, 16, 50)
+    hidden = torch.randn(rows, columns, **half, requires_grad=True)
+    weight = torch.randn(vocab, columns, **half, requires_grad=True)
+    labels = torch.randint(vocab, (rows,), device=half["device"])
+    teacher = [torch.randn(size, columns, **half) for size in (rows, vocab)]
+    inputs = (hidden, weight, None, labels, *teacher, None)
+    flops = 2 * rows * columns * vocab
+    yield from _both(
+        f"mlm_distillation {rows}x{vocab}",
+        {
+            "fastbert": lambda: sum(mlm_distillation(*inputs)),
+            "torch": lambda: sum(plain_mlm_distillation(*inputs)),
+        },
+        [hidden, weight],
+        ("flops", 2 * flops, 4 * flops),
     )
 
 

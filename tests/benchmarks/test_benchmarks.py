@@ -96,3 +96,18 @@ def test_gpu_script_times_both_languages():
         assert timed.keys() == {timings.OURS, timings.OURS_IN_CUDA}, name
         with assert_ran(f"bias_gelu_{way}", "cuda_emulated"):
             timed[timings.OURS_IN_CUDA]()
+
+
+def test_gpu_script_times_what_torch_computes_too(monkeypatch):
+    """Ours and torch's of the ops whose rival is written out for the script, forward and
+    backward."""
+    monkeypatch.setattr(torch, "randn_like", torch.ones_like)  # the same gradient for both
+    half = {"device": torch.device("cpu"), "dtype": torch.float32}
+    compared = 0
+    for cases in (timings._disentangled_cases, timings._distillation_cases):
+        for name, functions, unit, amount in cases(False, half):
+            ours, theirs = functions[timings.OURS](), functions["torch"]()
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, msg=name)
+            assert (unit, amount > 0) == ("flops", True)
+            compared += 1
+    assert compared == 4

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+BOTH = (True, False)
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,27 @@ def test_report_names_every_kernel(report):
     assert kernels == set(report.KERNELS)
 
 
+def test_report_has_every_form_of_disentangled_attention(report):
+    """Tables that are there or not, dropout or none; sums of either table that is there."""
+    forms = {}
+    for _, name, kernel, target, dtype in report.jobs("disentangled_attention"):
+        if (target, dtype) == (90, "bf16"):
+            constants = kernel.constants(dtype, target)
+            form = tuple(constants.get(n) for n in ("HAS_KEY", "HAS_QUERY", "DROPOUT", "OF_KEYS"))
+            forms.setdefault(name.split("_")[-2], set()).add(form)
+    of_tables = {(key, query, p, None) for key in BOTH for query in BOTH for p in BOTH}
+    for kernel in ("fwd", "dq", "dkv"):
+        assert forms[kernel] == of_tables
+    assert forms["positions"] == {
+        (key, query, p, of_keys)
+        for key, query, p, _ in of_tables
+        for of_keys in BOTH
+        if (key if of_keys else query)
+    }
+    everywhere = report.jobs("positions", everywhere=True)
+    assert len(everywhere) > 6 * len(forms["positions"])
+
+
 def test_kernels_compile_within_their_limits():
     run = subprocess.run(
         [sys.executable, "benchmarks/gpu/kernel_report.py", "--check"],
@@ -53,6 +75,7 @@ def test_report_finds_a_fault(report):
         "kernel": "k",
         "target": "sm_90",
         "dtype": "bf16",
+        "form": "DROPOUT",
         "registers": 96,
         "spills": 0,
         "shared_bytes": 1024,
@@ -73,7 +96,7 @@ def test_report_allows_an_older_triton_its_spills(report, monkeypatch):
 
     kernel = report.Kernel(lambda dtype, target: {}, wide=False)
     row = {"kernel": "mlm_cross_entropy_bwd", "target": "sm_80", "dtype": "bf16", "spills": 2}
-    row["shared_bytes"] = 0
+    row |= {"shared_bytes": 0, "form": ""}
     for version, spills, faults in (("3.6.0", 2, 0), ("3.6.0", 3, 1), ("3.9.0", 2, 1)):
         monkeypatch.setattr(triton, "__version__", version)
         assert len(report.faults({**row, "spills": spills}, kernel)) == faults

@@ -10,8 +10,10 @@ from fastbert.kernels import (
     add_layer_norm,
     attention,
     bias_gelu,
+    disentangled_attention,
     embed_layer_norm,
     geglu,
+    philox,
     rotary,
     unpad,
 )
@@ -22,7 +24,12 @@ from fastbert.reference.add_layer_norm import (
 )
 from fastbert.reference.attention import attention_bwd_reference, attention_reference
 from fastbert.reference.bias_gelu import bias_gelu_bwd_reference, bias_gelu_fwd_reference
+from fastbert.reference.disentangled_attention import (
+    disentangled_attention_reference,
+    relative_buckets,
+)
 from fastbert.reference.geglu import geglu_bwd_reference, geglu_fwd_reference
+from fastbert.reference.philox import philox4x32
 from fastbert.reference.rotary import rotary_reference
 from fastbert.testing.interpreter import last_programs
 
@@ -180,3 +187,48 @@ def test_attention_far_out():
     slow = attention_bwd_reference(ends[3], *ends[:3], expected_lse, *local)
     for ours, theirs in zip(gradients, slow, strict=True):
         close(ours[-END:, last_heads], theirs)
+
+
+@pytest.mark.parametrize(("rows", "copied"), [(LIMIT // 48 - 1, False), (LIMIT // 48 + 1, True)])
+def test_heads_far_apart_are_brought_together(rows, copied):
+    """Heads before rows in memory: the offset of the last one does not fit 32 bits."""
+    t = torch.empty((3, rows, 16), dtype=torch.float16, device="meta").transpose(0, 1)
+    (ours,) = attention.with_near_heads(t)
+    assert (ours is not t) == copied
+    assert ours.stride() == ((48, 16, 1) if copied else t.stride())
+
+
+def test_disentangled_attention_far_out():
+    """As attention; of the tables' sums, which a program has of all sequences, nothing is run."""
+    heads, dim = 16, 128
+    q, k, v = (tall(heads, dim) for _ in range(3))
+    tables = [torch.randn(16, heads, dim).half() for _ in range(2)]
+    total = q.shape[0]
+    starts = torch.tensor([0, total - END, total], dtype=torch.int32)
+    rest = (relative_buckets(8, 20), starts, END, dim**-0.5, 0.0, 0, None)
+    with last_programs(2):
+        out, lse = disentangled_attention.disentangled_attention_fwd(q, k, v, *tables, *rest)
+    last_heads = slice(heads - 2, None)
+    ends = [t[-END:, last_heads] for t in (q, k, v)]
+    few = [t[:, last_heads] for t in tables]
+    one = torch.tensor([0, END], dtype=torch.int32)
+    local = (rest[0], one, dim**-0.5, 0, None)
+    expected, expected_lse = disentangled_attention_reference(*ends, *few, *local)
+    close(out[-END:, last_heads], expected)
+    close(lse[last_heads, -END:], expected_lse)
+
+
+def test_score_mask_far_out():
+    """The mask of one head alone passes the limit."""
+    size, threshold, site = 46_400, 6554, 3
+    assert size**2 > LIMIT
+    state, sequences = torch.tensor([5, 7]), torch.zeros(1, dtype=torch.int64)
+    with last_programs(1):
+        mask = philox.score_keep_mask(state, sequences, 1, size, size, threshold, site)
+    row, column = torch.arange(size - 16, size)[:, None], torch.arange(size - 16, size)
+    place = (row // 16 * 8 + row % 8) << 16 | (column // 16 * 4 + column % 8 // 2)
+    counter = (place, *torch.tensor([0, site, 7]))
+    words = torch.stack(philox4x32(counter, tuple(torch.tensor([5, 0]))))
+    word = words.gather(0, (2 * (row % 16 // 8) + column % 16 // 8)[None])[0]
+    kept = (word >> 16 * (column % 2) & 0xFFFF) >= threshold
+    assert torch.equal(mask[0, 0, -16:, -16:], kept)
