@@ -1,17 +1,15 @@
 """DeBERTa's enhanced mask decoder and its discriminator against transformers' modules in float64.
 
-The oracle of the decoder calls transformers' layers as the paper has them, as does the one of the
-discriminator's model; neither knows of packed rows.
+The oracle of the decoder calls transformers' layers as the paper has them
+(`fastbert.testing.deberta`), that of the discriminator transformers' model.
 """
 
 import copy
-from unittest import mock
 
 import pytest
 import torch
 import transformers
 from torch import nn
-from transformers.modeling_outputs import MaskedLMOutput
 
 import fastbert
 from fastbert.models.deberta_pretraining import PlainDebertaDetection, PlainDebertaV2Detection
@@ -19,6 +17,7 @@ from fastbert.padding import pack
 from fastbert.reference.philox import SITE_EMBEDDING
 from fastbert.testing.compare import assert_bitwise_equal
 from fastbert.testing.counters import assert_ran
+from fastbert.testing.deberta import DecodingDeberta, DecodingDebertaV2
 from fastbert.testing.dropout import StreamDropout
 from fastbert.testing.inputs import padded_batch, small_config
 from fastbert.testing.models import assert_packed, gradients, lively_
@@ -30,71 +29,7 @@ COUNTERS = {"DebertaV2": "deberta_v2_model", "Deberta": "deberta_model"}
 OPS = ("disentangled_attention_fwd", "disentangled_attention_bwd")
 
 
-class _Decoded:
-    """transformers' masked-LM model with the decoder in plain PyTorch."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        table = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.deberta.embeddings.position_embeddings = table
-
-    def forward(self, labels=None, **inputs):
-        encoder, embeddings = self.deberta.encoder, self.deberta.embeddings
-        last = encoder.layer[-1]
-        if len(encoder.layer) == 1:
-            ids, types = inputs["input_ids"], inputs["token_type_ids"]
-            below = embeddings(ids, types, mask=inputs["attention_mask"])
-        else:
-            with mock.patch.dict(encoder._modules, layer=encoder.layer[:-1]):
-                below = self.deberta(**inputs).last_hidden_state
-        mask = encoder.get_attention_mask(inputs["attention_mask"])
-        around = (mask, encoder.get_rel_pos(below), encoder.get_rel_embedding())
-        states = below + embeddings.position_embeddings.weight[: below.shape[1]]
-        for _ in range(2):
-            states = self.run(last, below, states, *around)
-        if self.legacy:
-            logits = self.cls(states)
-        else:
-            logits = self.lm_predictions(states, embeddings.word_embeddings)
-        loss = None
-        if labels is not None:
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return MaskedLMOutput(loss=loss, logits=logits)
-
-    def run(self, layer, below, states, mask, distances, embeddings):
-        return layer(
-            below, mask, query_states=states, relative_pos=distances, rel_embeddings=embeddings
-        )[0]
-
-
-class _DebertaV2(_Decoded, transformers.DebertaV2ForMaskedLM):
-    pass
-
-
-class _Deberta(_Decoded, transformers.DebertaForMaskedLM):
-    def run(self, layer, below, states, mask, distances, embeddings):
-        """The layer's modules one by one: with query_states transformers' own forward raises."""
-        attention = layer.attention
-        heads = attention.self.num_attention_heads
-
-        def project(x):
-            def product(x):
-                return nn.functional.linear(x, attention.self.in_proj.weight).unflatten(
-                    -1, (heads, 3, -1)
-                )
-
-            parts = product(x).unbind(-2)
-            return torch.stack([product(states).unbind(-2)[0], *parts[1:]], -2).flatten(-3)
-
-        with mock.patch.object(attention.self.in_proj, "forward", project):
-            context = attention.self(
-                below, mask, relative_pos=distances, rel_embeddings=embeddings
-            )[0]
-        attended = attention.output(context, states)
-        return layer.output(layer.intermediate(attended), attended)
-
-
-ORACLES = {"DebertaV2": _DebertaV2, "Deberta": _Deberta}
+ORACLES = {"DebertaV2": DecodingDebertaV2, "Deberta": DecodingDeberta}
 PLAIN = {"DebertaV2": PlainDebertaV2Detection, "Deberta": PlainDebertaDetection}
 
 
