@@ -159,7 +159,8 @@ class _PlainDetection:
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-        return result.to_tuple() if return_dict is False else result
+        return_dict = self.config.return_dict if return_dict is None else return_dict
+        return result if return_dict else result.to_tuple()
 
 
 def first_tokens(hidden_states: torch.Tensor, attention_mask) -> torch.Tensor:

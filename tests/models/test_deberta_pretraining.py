@@ -282,3 +282,31 @@ def test_discriminator_loads_in_transformers(tmp_path):
     classifier = transformers.DebertaV2ForSequenceClassification.from_pretrained(tmp_path)
     layers = zip(classifier.deberta.parameters(), ours.deberta.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in layers)
+
+
+def test_discriminator_is_exported():
+    """The plain forward in its place."""
+    ours, _ = _discriminators(_config(num_hidden_layers=1))
+    inputs = _detection_batch((9, 9))
+    del inputs["labels"]
+    exported = torch.export.export(ours.eval(), (), inputs, strict=False).module()
+    with torch.no_grad():
+        actual, expected = exported(**inputs).logits, ours(**inputs).logits
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [_generators, _discriminators])
+def test_compile_fullgraph(make):
+    ours, theirs = make(_config(num_hidden_layers=1))
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    inputs = padded_batch((9, 9), 99, seed=1)
+    del inputs["attention_mask"]
+    labels = inputs["input_ids"] if make is _generators else inputs["input_ids"] % 2
+    losses = [model(**inputs, labels=labels).loss for model in (compiled, theirs)]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+    for loss in losses:
+        loss.backward()
+    for name, gradient in gradients(theirs).items():
+        mine = ours.get_parameter(name).grad
+        torch.testing.assert_close(mine, gradient, rtol=1e-3, atol=1e-5, msg=name)
