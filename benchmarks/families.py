@@ -15,7 +15,7 @@ import torch
 import fastbert
 from fastbert import dispatch, use_backend
 from fastbert.testing.inputs import padded_batch, small_config
-from fastbert.testing.models import FAMILIES, family_of, head_inputs
+from fastbert.testing.models import FAMILIES, family_of, head_inputs, heads_of
 
 README = Path(__file__).parents[1] / "README.md"
 START, END = "<!-- families: python -m benchmarks.families --write -->", "<!-- families end -->"
@@ -53,7 +53,7 @@ def _rooms(calls) -> frozenset[str]:
 def rows_of(family: str) -> list[str]:
     """The family's rows: classes that call the same ops share one."""
     classes: dict[tuple, list[str]] = {}
-    for task in ("Model", *FAMILIES[family]):
+    for task in ("Model", *heads_of(family)):
         classes.setdefault(rooms_of(family + task), []).append(task)
     return [
         f"| {family} | {', '.join(tasks)} | {_named(*rooms)} | "

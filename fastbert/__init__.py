@@ -81,6 +81,11 @@ _EXPORTS = {
         ),
         "fastbert.models.deberta_v2",
     ),
+    **{
+        f"{prefix}{name}": "fastbert.models.deberta_pretraining"
+        for prefix in ("Deberta", "DebertaV2")
+        for name in ("ForEnhancedMaskedLM", "ForPreTraining")
+    },
     **dict.fromkeys(
         ("DataCollatorForLanguageModeling", "DataCollatorForWholeWordMask"),
         "fastbert.data.collators",

@@ -1,7 +1,7 @@
 """The fused encoder layer with disentangled attention (He et al. 2020, "DeBERTa", section 3.1): the
 post-norm layer of fastbert/encoder.py, whose scores have terms of relative positions.
 
-Letters: T packed rows, N heads, D head dim, C hidden, R rows of relative positions.
+Letters: T packed rows, Q queried rows, N heads, D head dim, C hidden, R rows of relative positions.
 """
 
 import functools
@@ -22,7 +22,8 @@ from fastbert.encoder import (
     stacked_linear,
 )
 from fastbert.ops.disentangled_attention import disentangled_attention
-from fastbert.padding import PackedBatch
+from fastbert.ops.unpad import pad, unpad
+from fastbert.padding import PackedBatch, QueryRows
 from fastbert.reference.philox import PLACE_ATTENTION, PLACE_POSITIONS, layer_site
 
 
@@ -56,6 +57,8 @@ def disentangled_layer(
     batch: PackedBatch,
     rng_state: torch.Tensor | None,
     cache: WeightCache | None,
+    query_states: torch.Tensor | None = None,
+    query: QueryRows | None = None,
 ) -> torch.Tensor:
     """One layer, as `encoder_layer`, whose attention reads relative positions.
 
@@ -66,18 +69,27 @@ def disentangled_layer(
         batch: where the rows come from; those of a sequence are neighbours in the padded batch.
         rng_state: `(2,)` int64, needed where dropout is active.
         cache: the layer's packed weights.
+        query_states: `(T, C)`, or `(Q, C)` of the rows `query`: what queries and the residual
+            connection are made of instead of hidden_states, which keys and values still are.
+        query: the packed rows of query_states; None: all T.
 
     Returns:
-        `(T, C)`.
+        `(T, C)`, or `(Q, C)`.
     """
-    attend = functools.partial(_self_attention, positions)
-    return encoder_layer(spec, hidden_states, batch, rng_state, cache, attend=attend)
+    attend = functools.partial(_self_attention, positions, query_states)
+    return encoder_layer(spec, hidden_states, batch, rng_state, cache, query, attend=attend)
 
 
 def _self_attention(
-    positions, spec, hidden_states, batch, rng_state, cache, query
+    positions, query_states, spec, hidden_states, batch, rng_state, cache, query
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    (q, k, v), hidden_states = _projected(spec, hidden_states, cache)
+    if query_states is None:
+        (q, k, v), residual = _projected(spec, hidden_states, cache)
+    else:
+        (q, k, v), residual = _projected_apart(spec, query_states, hidden_states, cache)
+    if query is not None:
+        # Rows that nothing asks for have queries of 0: the kernel's tiles need no list of rows.
+        q = pad(q, query.rows, len(k))
     position_key, position_query = _position_tables(positions, spec, rng_state, cache, q.dtype)
     out, _ = disentangled_attention(
         q,
@@ -94,7 +106,8 @@ def _self_attention(
         site=layer_site(spec.index, PLACE_ATTENTION),
         rng_state=rng_state if spec.attention_dropout_p > 0 else None,
     )
-    return out.flatten(1), hidden_states
+    out = out.flatten(1)
+    return out if query is None else unpad(out, query.rows), residual
 
 
 def _projected(spec, hidden_states, cache) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -114,6 +127,25 @@ def _projected(spec, hidden_states, cache) -> tuple[tuple[torch.Tensor, ...], to
         )
         return qkv.unflatten(-1, (3, *heads)).unbind(1), hidden_states
     return tuple(p(hidden_states).unflatten(-1, heads) for p in projections), hidden_states
+
+
+def _projected_apart(
+    spec, query_states, hidden_states, cache
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Queries of query_states, keys and values of hidden_states; and query_states."""
+    if spec.qkv is not None:
+        # Heads lie side by side in this weight: what is left out of each product is not worth the
+        # copy of the rest.
+        (q, _, _), _ = _projected(spec, query_states, cache)
+        (_, k, v), _ = _projected(spec, hidden_states, cache)
+        return (q, k, v), query_states
+    heads = (spec.num_heads, spec.head_dim)
+    q = linear(spec.query, query_states, cache, "query").unflatten(-1, heads)
+    if all(map(is_plain_linear, (spec.key, spec.value))):
+        kv = stacked_linear((spec.key, spec.value), hidden_states, cache, "kv")
+        return (q, *kv.unflatten(-1, (2, *heads)).unbind(1)), query_states
+    k, v = (project(hidden_states).unflatten(-1, heads) for project in (spec.key, spec.value))
+    return (q, k, v), query_states
 
 
 def _position_tables(positions, spec, rng_state, cache, dtype) -> list[torch.Tensor | None]:

@@ -12,7 +12,7 @@ from fastbert.cli.arguments import PASSED_ON
 
 
 def pretrain(context: typer.Context) -> None:
-    """Pretrain BERT or ELECTRA: `fastbert pretrain CONFIG [--output RUN --optimizer.lr 1e-4 ...]`.
+    """Pretrain BERT, ELECTRA or DeBERTa: `fastbert pretrain CONFIG [--output RUN ...]`.
 
     CONFIG is a YAML file or one of the names that --help lists.
     """

@@ -7,7 +7,8 @@ relative positions.
 What runs transformers' own forward instead stands in fastbert/models/packed_model.py; beside that,
 a batch in which a head reads padding (a query of padding attends to everything here, padding
 included) and one whose packed rows are no neighbours in the padded batch (a mask with holes):
-distances count padded positions.
+distances count padded positions. What DeBERTa is pretrained with stands in
+fastbert/models/deberta_pretraining.py.
 """
 
 import threading
@@ -23,8 +24,10 @@ from fastbert.cache import CachesWeights, kept
 from fastbert.encoder import (
     dropout_p,
     is_plain_dropout,
+    is_plain_linear,
     is_plain_norm,
     is_unhooked,
+    linear,
 )
 from fastbert.encoder_disentangled import DisentangledLayerSpec, disentangled_layer
 from fastbert.models.accelerate import register_family
@@ -48,7 +51,17 @@ from fastbert.models.packed import (
 )
 from fastbert.models.packed_model import PackedModel, tokens_of
 from fastbert.ops.philox import draw_rng_state
-from fastbert.padding import PackedBatch, pack_batch, restarting_positions, rows_are_neighbours
+from fastbert.ops.unpad import pad, unpad
+from fastbert.padding import (
+    PackedBatch,
+    pack_batch,
+    query_rows,
+    restarting_positions,
+    rows_are_neighbours,
+)
+
+DECODER_STEPS = 2
+"""Runs of the last layer as the enhanced mask decoder."""
 
 # --- layer ----------------------------------------------------------------------------------------
 
@@ -66,10 +79,12 @@ class DisentangledLayer(CachesWeights):
     def forward(self, hidden_states, *args, packed=None, index=0, rng_state=None, **kwargs):
         if packed is None:
             return super().forward(hidden_states, *args, **kwargs)
-        (positions,) = args
-        spec = self.spec(index)
-        cache = self.weight_cache
-        return disentangled_layer(spec, hidden_states, positions, packed, rng_state, cache)
+        # By position: checkpointing hands on the gradients of these alone.
+        positions, *queries = args
+        spec, cache = self.spec(index), self.weight_cache
+        return disentangled_layer(
+            spec, hidden_states, positions, packed, rng_state, cache, *queries
+        )
 
     def dropout_active(self) -> bool:
         """Whether this layer reads the rng_state; each dropout goes by its own training flag."""
@@ -179,10 +194,13 @@ class DisentangledModel(PackedModel):
 
     Attributes:
         encoder_type, embeddings_type: the classes of the modules around the layers.
+        enhanced_decoding: whether the last layer is the enhanced mask decoder
+            (fastbert/models/deberta_pretraining.py).
     """
 
     encoder_type: type
     embeddings_type: type
+    enhanced_decoding = False
 
     def forward(self, **kwargs):
         return super().forward(**{**getattr(_beside_signature, "keywords", {}), **kwargs})
@@ -198,6 +216,11 @@ class DisentangledModel(PackedModel):
         return None
 
     def forward_padded(self, reason, inputs, mask, kwargs):
+        if self.enhanced_decoding:
+            raise NotImplementedError(
+                f"{type(self).__name__}: the enhanced mask decoder runs on packed rows alone, but "
+                f"{reason}; leave that out, or load the checkpoint without the decoder"
+            )
         if kwargs.get("cu_seq_lens_q") is not None:
             raise NotImplementedError(
                 f"{type(self).__name__}: packed input (cu_seq_lens_q) needs the packed forward, "
@@ -220,6 +243,7 @@ class DisentangledModel(PackedModel):
         rng_state=None,
         required_rows=None,
         keep_rows=False,
+        last_layer_rows=None,
         cu_seq_lens_q=None,
         cu_seq_lens_k=None,
         max_length_q=None,
@@ -246,7 +270,7 @@ class DisentangledModel(PackedModel):
         if rng_state is None and self._dropout_active():
             rng_state = draw_rng_state(tokens)
         dispatch.count(self.counted_as, "packed")
-        outputs = self._packed_rows(batch, inputs, rng_state, output_hidden_states)
+        outputs = self._packed_rows(batch, inputs, rng_state, output_hidden_states, last_layer_rows)
         if not keep_rows:
             del outputs.__dict__["packed"]
         return self.finished(outputs, batch, return_dict)
@@ -261,11 +285,18 @@ class DisentangledModel(PackedModel):
             return "distances count padded positions, and the packed rows are no neighbours"
         return None
 
-    def _packed_rows(self, batch, inputs, rng_state, output_hidden_states) -> BaseModelOutput:
+    def _packed_rows(
+        self, batch, inputs, rng_state, output_hidden_states, last_layer_rows
+    ) -> BaseModelOutput:
         rows = embedded = self._embed(batch, rng_state, **inputs)
         states = [rows]
         positions = self._relative_positions()
         for index, layer in enumerate(self.encoder.layer):
+            if self.enhanced_decoding and index == len(self.encoder.layer) - 1:
+                places = self._absolute_positions(batch, inputs["position_ids"])
+                rows = self._decoded(rows, places, positions, batch, rng_state, last_layer_rows)
+                states.append(rows)
+                break
             rows = layer(rows, positions, packed=batch, index=index, rng_state=rng_state)
             if index == 0:
                 rows = self.after_first_layer(batch, embedded, rows)
@@ -276,6 +307,35 @@ class DisentangledModel(PackedModel):
         )
         outputs.__dict__["packed"] = (batch, rows)
         return outputs
+
+    def _decoded(self, rows, places, positions, batch, rng_state, last_layer_rows):
+        """`(T, C)` of the enhanced mask decoder: the last layer, whose queries first are the states
+        below it and the absolute positions, then its own output, and whose keys and values are the
+        states both times. 0 at rows that are not among last_layer_rows, where these are given."""
+        query, states = None, rows + places.to(rows.dtype)
+        if last_layer_rows is not None:
+            query = query_rows(last_layer_rows, batch)
+            states = unpad(states, query.rows)
+        last = len(self.encoder.layer) - 1
+        for step in range(DECODER_STEPS):
+            # Each run drops other elements.
+            states = self.encoder.layer[last](
+                rows,
+                positions,
+                states,
+                query,
+                packed=batch,
+                index=last + step,
+                rng_state=rng_state,
+            )
+        return states if query is None else pad(states, query.rows, batch.num_rows)
+
+    def _absolute_positions(self, batch, position_ids) -> torch.Tensor:
+        """`(T, C)` embeddings that the enhanced mask decoder adds."""
+        table = self.embeddings.position_embeddings
+        position_ids = _position_ids(batch, position_ids)
+        check_ids("position_ids", position_ids, table.num_embeddings, batch)
+        return table(batch.unpad(position_ids))
 
     def _relative_positions(self) -> torch.Tensor | None:
         """`(R, C)` embeddings of relative positions, normalised where the model does that."""
@@ -301,11 +361,10 @@ class DisentangledModel(PackedModel):
         """`(T, C)` embeddings of the packed rows."""
         embeddings = self.embeddings
         words = embeddings.word_embeddings
-        places = embeddings.position_embeddings
+        # A table that the input leaves out is the enhanced mask decoder's.
+        places = embeddings.position_embeddings if embeddings.position_biased_input else None
         kinds = embeddings.token_type_embeddings
-        if position_ids is None:
-            position_ids = torch.arange(batch.seqlen, device=batch.cu_seqlens_q.device)
-        position_ids = one_row("position_ids", position_ids, batch)
+        position_ids = _position_ids(batch, position_ids)
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(position_ids)
         token_type_ids = one_row("token_type_ids", token_type_ids, batch)
@@ -322,12 +381,20 @@ class DisentangledModel(PackedModel):
                 position_ids=position_ids[None],
                 inputs_embeds=None if inputs_embeds is None else inputs_embeds[None],
             )[0]
+        token_types = None if kinds is None else (token_type_ids, kinds.weight)
+        positions = None if places is None else (position_ids, places.weight)
+        if embeddings.embed_proj is not None:
+            rows = words(input_ids) if inputs_embeds is None else inputs_embeds
+            for ids, table in filter(None, (token_types, positions)):
+                rows = rows + nn.functional.embedding(ids, table)
+            input_ids = token_types = positions = None
+            inputs_embeds = linear(embeddings.embed_proj, rows, self.weight_cache, "embed_proj")
         return embed_rows(
             words,
             input_ids,
             inputs_embeds,
-            token_types=None if kinds is None else (token_type_ids, kinds.weight),
-            positions=None if places is None else (position_ids, places.weight),
+            token_types=token_types,
+            positions=positions,
             norm=embeddings.LayerNorm,
             dropout=embeddings.dropout,
             rng_state=rng_state,
@@ -342,14 +409,22 @@ class DisentangledModel(PackedModel):
         """Whether everything but the word embeddings may be fused."""
         embeddings = self.embeddings
         tables = (embeddings.position_embeddings, embeddings.token_type_embeddings)
+        projection = embeddings.embed_proj
         return (
             type(embeddings) is self.embeddings_type
             and is_unhooked(embeddings)
-            and embeddings.embed_proj is None
+            and (projection is None or is_plain_linear(projection))
             and is_plain_norm(embeddings.LayerNorm)
             and is_plain_dropout(embeddings.dropout)
             and all(table is None or is_plain_table(table) for table in tables)
         )
+
+
+def _position_ids(batch: PackedBatch, position_ids: torch.Tensor | None) -> torch.Tensor:
+    """`(B, S)` or `(1, S)`, from 0 where none are given."""
+    if position_ids is None:
+        position_ids = torch.arange(batch.seqlen, device=batch.cu_seqlens_q.device)
+    return one_row("position_ids", position_ids, batch)
 
 
 class DebertaV2Model(DisentangledModel, transformers.DebertaV2Model):

@@ -8,30 +8,26 @@ discriminator's head asks of every token whether it was replaced.
 
 import torch
 import transformers
-from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.models.electra import modeling_electra as modeling
 
 from fastbert import dispatch
 from fastbert.encoder import is_plain_linear, is_unhooked
 from fastbert.models.accelerate import register_family
+from fastbert.models.detection import DetectionHead
 from fastbert.models.heads import (
     FirstTokenHead,
-    Head,
     MaskedLMHead,
     QuestionAnsweringHead,
     TokenClassificationHead,
     VocabularyParts,
     positions_like,
 )
-from fastbert.models.inputs import check_tensors
 from fastbert.models.layers import BertStyleLayer, bert_parts
 from fastbert.models.linears import own_linear
-from fastbert.models.losses import rescaled_loss
-from fastbert.models.packed import HEAD_KEYWORDS, gelu_form, pop_return_dict
+from fastbert.models.packed import gelu_form
 from fastbert.models.post_norm import PostNormModel
 from fastbert.ops.linear_gelu import linear_gelu
-from fastbert.padding import check_mask_shape
 
 
 class ElectraLayer(BertStyleLayer, modeling.ElectraLayer):
@@ -76,40 +72,21 @@ class ElectraForMaskedLM(MaskedLMHead, transformers.ElectraForMaskedLM):
         return self.generator_lm_head(self.generator_predictions(hidden_states))
 
 
-class ElectraForPreTraining(Head, transformers.ElectraForPreTraining):
+class ElectraForPreTraining(DetectionHead, transformers.ElectraForPreTraining):
     """Drop-in replacement of `transformers.ElectraForPreTraining`, the discriminator.
 
     The loss is computed in fp32, over the tokens whose `attention_mask` is 1. Beside the arguments
     of `ElectraModel`:
 
     Args:
-        labels: `(B, S)`, 1 where the token was replaced, else 0, or a number between; of padding
-            not looked at. As in transformers nothing else is left out: -100 has no meaning.
+        labels: `(B, S)`, 1 where the token was replaced, else 0, or a number between; looked at
+            where the mask is 1. As in transformers nothing else is left out: -100 is a number.
         num_items_in_batch: denominator of the loss, as Trainer passes it under gradient
             accumulation; None: the tokens of this batch.
     """
 
-    def forward(self, **inputs):
-        if self.plain_forward():
-            return super().forward(**{k: v for k, v in inputs.items() if k not in HEAD_KEYWORDS})
-        labels = inputs.pop("labels", None)
-        num_items_in_batch = inputs.pop("num_items_in_batch", None)
-        return_dict = pop_return_dict(self.config, inputs)
-        check_tensors(labels=labels)
-        outputs = self.base_model(**inputs, keep_rows=True, return_dict=True)
-        logits = self.scores_of_rows(outputs, self._scores)[..., 0]
-        loss = None
-        if labels is not None:
-            check_mask_shape("labels", labels, *logits.shape)
-            loss = _replaced_loss(logits, labels, inputs.get("attention_mask"))
-            loss = rescaled_loss(loss, labels, num_items_in_batch)
-        result = modeling.ElectraForPreTrainingOutput(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
-        return result if return_dict else result.to_tuple()
+    def token_scores(self, outputs, attention_mask):
+        return self.scores_of_rows(outputs, self._scores)[..., 0]
 
     def _scores(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(..., 1)` of hidden states `(..., C)`."""
@@ -129,17 +106,6 @@ class ElectraForPreTraining(Head, transformers.ElectraForPreTraining):
         activated = linear_gelu(rows, dense.weight, dense.bias, approximate=form)
         scores = own_linear(activated, prediction.weight, prediction.bias, cache=self.weight_cache)
         return scores.view(*hidden_states.shape[:-1], 1)
-
-
-def _replaced_loss(logits: torch.Tensor, labels: torch.Tensor, mask) -> torch.Tensor:
-    """Mean binary cross-entropy of logits `(B, S)` where the mask is 1; 0 where it is nowhere."""
-    losses = nn.functional.binary_cross_entropy_with_logits(
-        logits.float(), labels.to(logits.device).float(), reduction="none"
-    )
-    if mask is None:
-        return losses.mean()
-    counted = mask.to(logits.device).view(-1, logits.shape[1]) == 1
-    return torch.where(counted, losses, 0).sum() / counted.sum().clamp(min=1)
 
 
 class ElectraForSequenceClassification(

@@ -1,8 +1,9 @@
-"""Replaced-token detection: ELECTRA's pretraining in one forward (Clark et al. 2020, section 2).
+"""Replaced-token detection in one forward: the pretraining of ELECTRA (Clark et al. 2020, section
+2) and of DeBERTaV3 (He et al. 2021).
 
-A small generator fills masked tokens by samples of its predictions, and the discriminator says of
-every token whether it is the original. Sharing of the word embeddings: ELECTRA's, section 3.2, and
-the gradient-disentangled one of DeBERTaV3 (He et al. 2021, section 3.3).
+A generator fills masked tokens by samples of its predictions, and the discriminator says of every
+token whether it is the original. Sharing of the word embeddings: ELECTRA's, section 3.2, and the
+gradient-disentangled one of DeBERTaV3, section 3.3.
 
 Letters: T packed rows, E features of the embeddings, V vocab, P labelled rows.
 """
@@ -15,6 +16,14 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from fastbert import dispatch
+from fastbert.models.deberta import DebertaForMaskedLM
+from fastbert.models.deberta_pretraining import (
+    DebertaForEnhancedMaskedLM,
+    DebertaForPreTraining,
+    DebertaV2ForEnhancedMaskedLM,
+    DebertaV2ForPreTraining,
+)
+from fastbert.models.deberta_v2 import DebertaV2ForMaskedLM
 from fastbert.models.electra import ElectraForMaskedLM, ElectraForPreTraining
 from fastbert.models.losses import mean_loss, rescaled_loss
 from fastbert.ops.mlm_cross_entropy import mlm_cross_entropy
@@ -28,6 +37,33 @@ PROBABILITY_BITS = 30
 SECOND_STREAM = 1 << 31
 """Added to the dropout stream's offset for the discriminator, which would else drop what the
 generator drops."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """The classes of a family's two models.
+
+    Attributes:
+        generator, discriminator: heads.
+        enhanced_generator: the generator with the enhanced mask decoder; None: there is none.
+        shares_whole_embeddings: whether shared embeddings are the module with all its tables, and
+            not the table of words alone.
+    """
+
+    generator: type
+    discriminator: type
+    enhanced_generator: type | None = None
+    shares_whole_embeddings: bool = False
+
+
+FAMILIES = {
+    "electra": Family(ElectraForMaskedLM, ElectraForPreTraining, shares_whole_embeddings=True),
+    "deberta-v2": Family(
+        DebertaV2ForMaskedLM, DebertaV2ForPreTraining, DebertaV2ForEnhancedMaskedLM
+    ),
+    "deberta": Family(DebertaForMaskedLM, DebertaForPreTraining, DebertaForEnhancedMaskedLM),
+}
+"""By transformers' `model_type`."""
 
 
 @dataclass
@@ -80,36 +116,80 @@ class ReplacedTokensModel(nn.Module):
     """A generator and a discriminator that are trained together.
 
     Args:
-        generator_config, discriminator_config: of one vocabulary; of one `embedding_size` unless
-            embeddings are separate.
-        embeddings: "shared", the whole module in both; "disentangled", `DisentangledEmbedding`;
-            "separate".
+        generator_config, discriminator_config: of one family and vocabulary; of one width of the
+            embeddings unless they are separate.
+        embeddings: "shared", of ELECTRA the whole module in both, of DeBERTa the table of words;
+            "disentangled", `DisentangledEmbedding`; "separate".
         detection_weight: factor of the discriminator's loss.
+        enhanced_mask_decoder: whether DeBERTa's generator has one
+            (`fastbert.models.deberta_pretraining`); None: where its input has no absolute
+            positions.
+
+    Raises:
+        ValueError: configurations that do not fit each other or the arguments.
     """
 
     def __init__(
         self,
-        generator_config: transformers.ElectraConfig,
-        discriminator_config: transformers.ElectraConfig,
+        generator_config: transformers.PreTrainedConfig,
+        discriminator_config: transformers.PreTrainedConfig,
         *,
         embeddings: str = "shared",
         detection_weight: float = 50.0,
+        enhanced_mask_decoder: bool | None = None,
     ):
         super().__init__()
-        self.generator = ElectraForMaskedLM(generator_config)
-        self.discriminator = ElectraForPreTraining(discriminator_config)
+        family = family_of(discriminator_config)
+        _check_pair(generator_config, discriminator_config, embeddings)
+        generator_type = generator_class(generator_config, enhanced_mask_decoder)
+        self.generator = generator_type(generator_config)
+        self.discriminator = family.discriminator(discriminator_config)
         self.config = discriminator_config
+        self.embeddings = embeddings
         self.detection_weight = detection_weight
-        ours, theirs = self.generator.electra.embeddings, self.discriminator.electra.embeddings
-        if embeddings == "shared":
-            self.discriminator.electra.embeddings = ours
+        if embeddings == "shared" and family.shares_whole_embeddings:
+            self.discriminator.base_model.embeddings = self.generator.base_model.embeddings
+        elif embeddings == "shared":
+            words = self.generator.get_input_embeddings()
+            self.discriminator.set_input_embeddings(words)
         elif embeddings == "disentangled":
-            theirs.word_embeddings = DisentangledEmbedding(ours.word_embeddings)
+            words = DisentangledEmbedding(self.generator.get_input_embeddings())
+            self.discriminator.set_input_embeddings(words)
 
     @property
-    def parts(self) -> tuple[ElectraForMaskedLM, ElectraForPreTraining]:
+    def parts(self) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedModel]:
         """The generator and the discriminator, models of transformers each."""
         return self.generator, self.discriminator
+
+    @torch.no_grad()
+    def begin_with(
+        self,
+        generator: transformers.PreTrainedModel | None = None,
+        discriminator: transformers.PreTrainedModel | None = None,
+    ) -> None:
+        """Takes over the weights of models that are there.
+
+        Of a discriminator alone the generator takes the embeddings, unless they are separate, and
+        what a disentangled embedding adds is then 0; of both the sum is the discriminator's.
+
+        Args:
+            generator, discriminator: of the classes and sizes of the parts; None: left as it is.
+
+        Raises:
+            ValueError: both, whose embeddings are to be shared and differ.
+        """
+        if generator is not None and discriminator is not None and self.embeddings == "shared":
+            _check_same_embeddings(generator, discriminator, family_of(self.config))
+        if discriminator is not None:
+            self.discriminator.load_state_dict(discriminator.state_dict())
+        if generator is not None:
+            self.generator.load_state_dict(generator.state_dict())
+        if discriminator is not None and self.embeddings == "disentangled":
+            added, words = self.discriminator.get_input_embeddings(), self.generator
+            words = words.get_input_embeddings().weight
+            if generator is None:
+                words.copy_(added.weight)
+            added.weight.sub_(words)
 
     def forward(
         self,
@@ -164,9 +244,86 @@ class ReplacedTokensModel(nn.Module):
     def _features(self, input_ids, labels, label_rows, rng_state, inputs):
         """What the generator's decoder reads `(P, E)`, and the labels `(P,)` there."""
         inputs = {**inputs, "input_ids": input_ids, "rng_state": rng_state}
+        if getattr(self.generator.base_model, "enhanced_decoding", False):
+            # Keys and values need all rows, the decoder's output these alone.
+            inputs["last_layer_rows"] = label_rows.sort().values
         outputs = self.generator.run_model(inputs, labels, label_rows)
         _, rows = outputs.__dict__["packed"]
         return self.generator.transform(unpad(rows, label_rows)), labels[0, label_rows]
+
+
+def family_of(config: transformers.PreTrainedConfig) -> Family:
+    """The family of a configuration.
+
+    Raises:
+        ValueError: none that is trained by replaced tokens.
+    """
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise ValueError(
+            f"model_type {config.model_type} is not trained by replaced tokens; use one of "
+            f"{', '.join(FAMILIES)}"
+        )
+    return family
+
+
+def generator_class(config: transformers.PreTrainedConfig, enhanced: bool | None) -> type:
+    """The generator's class.
+
+    Args:
+        config: the generator's. enhanced: `ReplacedTokensModel`'s enhanced_mask_decoder.
+
+    Raises:
+        ValueError: a decoder that the family does not have.
+    """
+    family = family_of(config)
+    if family.enhanced_generator is None:
+        if enhanced:
+            raise ValueError(
+                f"enhanced_mask_decoder is DeBERTa's, {config.model_type} has none; leave it out"
+            )
+        return family.generator
+    if enhanced is None:
+        enhanced = not config.position_biased_input
+    return family.enhanced_generator if enhanced else family.generator
+
+
+def embedding_size(config: transformers.PreTrainedConfig) -> int:
+    """Width of a configuration's embeddings."""
+    return getattr(config, "embedding_size", config.hidden_size)
+
+
+def _check_pair(generator, discriminator, embeddings: str) -> None:
+    if generator.model_type != discriminator.model_type:
+        raise ValueError(
+            f"the generator's model_type is {generator.model_type} and the discriminator's "
+            f"{discriminator.model_type}; use models of one family"
+        )
+    if generator.vocab_size != discriminator.vocab_size:
+        raise ValueError(
+            f"the generator's vocab_size is {generator.vocab_size} and the discriminator's "
+            f"{discriminator.vocab_size}; use models of one tokenizer"
+        )
+    widths = embedding_size(generator), embedding_size(discriminator)
+    if embeddings != "separate" and widths[0] != widths[1]:
+        raise ValueError(
+            f"the generator's embeddings are {widths[0]} wide and the discriminator's {widths[1]}, "
+            f"which {embeddings} embeddings cannot be; use separate ones, or models of one "
+            "embedding_size"
+        )
+
+
+def _check_same_embeddings(generator, discriminator, family: Family) -> None:
+    modules = [m.get_input_embeddings() for m in (generator, discriminator)]
+    if family.shares_whole_embeddings:
+        modules = [m.base_model.embeddings for m in (generator, discriminator)]
+    ours, theirs = (m.state_dict() for m in modules)
+    for name, weight in ours.items():
+        if not torch.equal(weight, theirs[name]):
+            raise ValueError(
+                f"embeddings are to be shared, but {name} of the generator is not the "
+                "discriminator's; use disentangled or separate ones"
+            )
 
 
 @torch.no_grad()

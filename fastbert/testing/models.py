@@ -28,6 +28,10 @@ FAMILIES = {
     "DebertaV2": TASKS,
 }
 """Prefixes of the class names, and what stands behind them."""
+BESIDE_TRANSFORMERS = dict.fromkeys(
+    ("Deberta", "DebertaV2"), ("ForEnhancedMaskedLM", "ForPreTraining")
+)
+"""The same of classes that transformers has no counterpart of."""
 HEADS = tuple(f"Bert{task}" for task in FAMILIES["Bert"])
 MODERNBERT_HEADS = tuple(f"ModernBert{task}" for task in FAMILIES["ModernBert"])
 DEBERTA_HEADS = tuple(f"Deberta{task}" for task in FAMILIES["Deberta"])
@@ -36,7 +40,12 @@ DEBERTA_V2_HEADS = tuple(f"DebertaV2{task}" for task in FAMILIES["DebertaV2"])
 
 def family_of(name: str) -> str:
     """The key of FAMILIES for the class `name`."""
-    return next(f for f in FAMILIES if name.removeprefix(f) in ("Model", *FAMILIES[f]))
+    return next(f for f in FAMILIES if name.removeprefix(f) in ("Model", *heads_of(f)))
+
+
+def heads_of(family: str) -> tuple[str, ...]:
+    """What stands behind the prefix in the names of all heads of a family."""
+    return FAMILIES[family] + BESIDE_TRANSFORMERS.get(family, ())
 
 
 def lively_(model: torch.nn.Module, seed: int) -> None:
@@ -104,9 +113,9 @@ def head_inputs(
     family, task = family_of(name), name.removeprefix(family_of(name))
     if family in ("ModernBert", "DistilBert"):
         del inputs["token_type_ids"]
-    if name == "ElectraForPreTraining":
+    if task == "ForPreTraining" and family in ("Electra", *BESIDE_TRANSFORMERS):
         inputs["labels"] = classes(2, size, length)
-    elif task in ("ForMaskedLM", "ForPreTraining"):
+    elif task in ("ForMaskedLM", "ForEnhancedMaskedLM", "ForPreTraining"):
         chosen = (torch.rand(ids.shape, generator=generator) < 0.3) & (mask != 0)
         chosen.view(-1)[mask.reshape(-1).nonzero()[0]] = True
         inputs["labels"] = ids.masked_fill(~chosen, -100)

@@ -26,6 +26,7 @@ LOADED = (
     fastbert.BertForMaskedLM,
     fastbert.BertForPreTraining,
     fastbert.ElectraForPreTraining,
+    fastbert.DebertaV2ForPreTraining,
     transformers.AutoTokenizer,
 )
 # Figures that depend on what is learned, not on the clock.

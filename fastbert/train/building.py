@@ -52,11 +52,42 @@ def build_model(config: ModelConfig, tokenizer, *, pairs: bool, max_length: int)
     return model.float().train()
 
 
-def electra_config(config: ModelConfig, tokenizer) -> transformers.ElectraConfig:
-    """Of a discriminator; `build_model`'s arguments."""
-    return transformers.ElectraConfig(
-        embedding_size=config.embedding_size or config.hidden_size, **_sizes(config, tokenizer)
-    )
+def detector_config(family: str, config: ModelConfig, tokenizer) -> transformers.PreTrainedConfig:
+    """Of a discriminator.
+
+    Args:
+        family: as `ModelConfig.family`.
+        config, tokenizer: `build_model`'s.
+    """
+    embedding_size = config.embedding_size or config.hidden_size
+    sizes = {"embedding_size": embedding_size, **_sizes(config, tokenizer)}
+    if family == "electra":
+        return transformers.ElectraConfig(**sizes)
+    # Of the published models; position_biased_input is what the mask decoder stands for.
+    common = {
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_biased_input": False,
+        "type_vocab_size": 0,
+        "layer_norm_eps": 1e-7,
+    }
+    if family == "deberta":
+        return with_fitting_head(transformers.DebertaConfig(**common, **sizes))
+    buckets = config.position_buckets or max(2, config.max_position_embeddings // 2)
+    of_version = {
+        "position_buckets": buckets,
+        "share_att_key": True,
+        "norm_rel_ebd": "layer_norm",
+    }
+    return with_fitting_head(transformers.DebertaV2Config(**common, **of_version, **sizes))
+
+
+def with_fitting_head(config: transformers.PreTrainedConfig) -> transformers.PreTrainedConfig:
+    """The same, with DeBERTa's masked-LM head that fits the embeddings: that of the published
+    models leaves rows as wide as the layers."""
+    if hasattr(config, "legacy"):
+        config.legacy = config.embedding_size != config.hidden_size
+    return config
 
 
 def _sizes(config: ModelConfig, tokenizer) -> dict:

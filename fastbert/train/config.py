@@ -38,6 +38,12 @@ class ModelConfig:
     """
     embedding_size: int | None = None
     """Of the objective replaced_tokens: width of the embeddings; unset: hidden_size."""
+    family: Literal["electra", "deberta-v2", "deberta"] | None = None
+    """Of the objective replaced_tokens, by transformers' model types (deberta-v2 is v3's, too);
+    unset: init_from's, or electra."""
+    position_buckets: int | None = None
+    """Of deberta-v2: logarithmic buckets of distances to each side; unset: half of
+    max_position_embeddings."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,11 @@ class GeneratorConfig:
     """Its share of the model's hidden size, heads and intermediate size."""
     num_hidden_layers: int | None = None
     """Unset: the model's."""
+    init_from: str | None = None
+    """Folder of a transformers checkpoint to begin with; its config then decides the sizes."""
+    enhanced_mask_decoder: bool | None = None
+    """DeBERTa's, whose last layer alone knows absolute positions; unset: yes, where the input of
+    init_from has none."""
     embeddings: Literal["shared", "disentangled", "separate"] = "shared"
     """ELECTRA's sharing; DeBERTaV3's, whose gradients stay apart; none."""
     detection_weight: float = 50.0
@@ -185,7 +196,8 @@ class PretrainConfig:
     output: str = ""
     """Folder of the run; a run that is there is resumed."""
     objective: Literal["masked_lm", "replaced_tokens"] = "masked_lm"
-    """A BERT that predicts masked tokens, or an ELECTRA that detects those a generator replaced."""
+    """A BERT that predicts masked tokens, or an ELECTRA or DeBERTa that detects those a generator
+    replaced."""
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
@@ -436,13 +448,14 @@ def _faults_of_model(config: PretrainConfig) -> list[str]:
 def _faults_of_objective(config: PretrainConfig) -> list[str]:
     model, generator, faults = config.model, config.generator, []
     if config.objective == "masked_lm":
-        if model.embedding_size is not None:
-            faults.append("model.embedding_size belongs to objective replaced_tokens; drop it")
+        faults += [
+            f"model.{name} belongs to objective replaced_tokens; drop it"
+            for name in ("embedding_size", "family", "position_buckets")
+            if getattr(model, name) is not None
+        ]
         if generator != GeneratorConfig():
             faults.append("generator belongs to objective replaced_tokens; set that, or drop it")
         return faults
-    if model.init_from is not None:
-        faults.append("model.init_from cannot begin replaced_tokens, which has two models; drop it")
     if config.data.sequences != "packed":
         faults.append(
             f"data.sequences {config.data.sequences} has a second loss, which replaced_tokens "
@@ -455,8 +468,13 @@ def _faults_of_objective(config: PretrainConfig) -> list[str]:
         faults.append(
             f"generator.detection_weight must be 0 or more, got {generator.detection_weight}"
         )
+    faults += _faults_of_family(config)
+    if generator.init_from is not None:
+        return faults + _faults_of_begun_generator(generator)
     if not 0 < generator.size <= 1:
         return [*faults, f"generator.size must lie in (0, 1], got {generator.size}"]
+    if model.init_from is not None:
+        return faults
     sizes = generator_sizes(config)
     if not faults and sizes["hidden_size"] % sizes["num_attention_heads"]:
         faults.append(
@@ -466,9 +484,45 @@ def _faults_of_objective(config: PretrainConfig) -> list[str]:
     return faults
 
 
-def generator_sizes(config: PretrainConfig) -> dict[str, int]:
-    """The generator's sizes by transformers' names, its shares rounded, at least 1."""
-    model, generator = config.model, config.generator
+def _faults_of_family(config: PretrainConfig) -> list[str]:
+    model, faults = config.model, []
+    if config.generator.enhanced_mask_decoder and model.family == "electra":
+        faults.append("generator.enhanced_mask_decoder is DeBERTa's; drop it or model.family")
+    buckets = model.position_buckets
+    if buckets is None:
+        return faults
+    if model.init_from is not None:
+        return [*faults, "model.position_buckets is decided by model.init_from; drop one of them"]
+    if model.family != "deberta-v2":
+        faults.append("model.position_buckets belongs to model.family deberta-v2; set that, too")
+    # The last distance's logarithm is then above 0.
+    most = 2 * (model.max_position_embeddings - 2)
+    if not 2 <= buckets <= most:
+        faults.append(
+            f"model.position_buckets must lie in 2 to {most} beside model.max_position_embeddings "
+            f"{model.max_position_embeddings}, got {buckets}"
+        )
+    return faults
+
+
+def _faults_of_begun_generator(generator: GeneratorConfig) -> list[str]:
+    """Of one that begins with a checkpoint."""
+    faults = _faults_of_checkpoint("generator.init_from", generator.init_from)
+    default = GeneratorConfig()
+    for name in ("size", "num_hidden_layers"):
+        if getattr(generator, name) != getattr(default, name):
+            faults.append(f"generator.{name} is decided by generator.init_from; drop one of them")
+    return faults
+
+
+def generator_sizes(config: PretrainConfig, model=None) -> dict[str, int]:
+    """The generator's sizes by transformers' names, its shares rounded, at least 1.
+
+    Args:
+        config: of the run.
+        model: has the discriminator's sizes as attributes; None: those of the config.
+    """
+    model, generator = config.model if model is None else model, config.generator
     shared = ("hidden_size", "num_attention_heads", "intermediate_size")
     sizes = {name: max(1, round(getattr(model, name) * generator.size)) for name in shared}
     return sizes | {"num_hidden_layers": generator.num_hidden_layers or model.num_hidden_layers}

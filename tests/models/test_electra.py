@@ -49,6 +49,39 @@ def test_discriminator_without_a_mask(pair):
         torch.testing.assert_close(gradients(pair[0])[name], gradient, rtol=1e-3, atol=1e-5)
 
 
+def _half_judged(labels, mask):
+    return labels.masked_fill(torch.arange(labels.shape[1]) % 2 == 0, -100)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda labels, mask: (labels, mask),
+        lambda labels, mask: (labels, None),
+        lambda labels, mask: (labels.bool(), mask),
+        lambda labels, mask: (labels.float() / 2, mask.float()),
+        lambda labels, mask: (labels, mask.bool()),
+        # A number like any other there, and so it is here.
+        lambda labels, mask: (_half_judged(labels, mask), mask),
+        lambda labels, mask: (torch.full_like(labels, -100), mask),
+        lambda labels, mask: (torch.full_like(labels, -100), None),
+        # Attended to, but not judged.
+        lambda labels, mask: (labels, mask.index_fill(1, torch.tensor([3]), 2) * mask),
+    ],
+)
+def test_discriminator_labels_mean_what_transformers_takes_them_for(pair, change):
+    """The loss and its gradient, whatever the labels hold; what counts is where the mask is 1."""
+    inputs = _inputs(DISCRIMINATOR)
+    labels, mask = change(inputs.pop("labels"), inputs.pop("attention_mask"))
+    losses = [model(**inputs, labels=labels, attention_mask=mask).loss for model in pair]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
+    for loss in losses:
+        loss.backward()
+    for name, gradient in gradients(pair[1]).items():
+        ours = gradients(pair[0])[name]
+        torch.testing.assert_close(ours, gradient, rtol=1e-3, atol=1e-5, msg=name)
+
+
 def test_discriminator_of_nothing_and_of_the_whole_step(pair):
     """An empty batch gives 0, and parts of a step add up to the step's mean."""
     inputs = _inputs(DISCRIMINATOR)

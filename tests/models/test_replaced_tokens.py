@@ -9,6 +9,11 @@ import torch.nn.functional as F
 import transformers
 
 import fastbert
+from fastbert.models.deberta_pretraining import (
+    EnhancedMaskDecoder,
+    PlainDebertaDetection,
+    PlainDebertaV2Detection,
+)
 from fastbert.models.replaced_tokens import (
     SECOND_STREAM,
     DisentangledEmbedding,
@@ -19,25 +24,42 @@ from fastbert.padding import pack
 from fastbert.reference.philox import sampling_words
 from fastbert.testing.compare import assert_bitwise_equal, assert_close_to_oracle, compare_gradients
 from fastbert.testing.counters import assert_ran
+from fastbert.testing.deberta import DecodingDeberta, DecodingDebertaV2
 from fastbert.testing.inputs import small_config
 from fastbert.testing.models import assert_packed, gradients, lively_
 from fastbert.train.building import checkpoint_activations
 
 LENGTHS = (9, 14, 5)
+FAMILIES = ("Electra", "DebertaV2", "Deberta")
+COUNTERS = {
+    "Electra": "electra_model",
+    "DebertaV2": "deberta_v2_model",
+    "Deberta": "deberta_model",
+}
+PLAIN = {
+    "electra": (transformers.ElectraForMaskedLM, transformers.ElectraForPreTraining),
+    "deberta-v2": (DecodingDebertaV2, PlainDebertaV2Detection),
+    "deberta": (DecodingDeberta, PlainDebertaDetection),
+}
 LOSSES = ("loss", "mlm_loss", "detection_loss")
 SHARING = ("shared", "disentangled", "separate")
 STATE = torch.tensor([7, 3])
 
 
-def _model(embeddings="shared", dropout=0.0, **options) -> ReplacedTokensModel:
-    torch.manual_seed(0)
-    discriminator = small_config(
-        "Electra", hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout
-    )
+def _configs(family="Electra", dropout=0.0):
+    """Of a generator whose embeddings are as wide as its layers, and of a discriminator."""
+    probabilities = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout)
+    discriminator = small_config(family, embedding_size=24, **probabilities)
     generator = copy.deepcopy(discriminator)
     generator.hidden_size, generator.num_attention_heads = 24, 2
     generator.intermediate_size, generator.num_hidden_layers = 32, 2
-    model = ReplacedTokensModel(generator, discriminator, embeddings=embeddings, **options)
+    return generator, discriminator
+
+
+def _model(embeddings="shared", dropout=0.0, family="Electra", **options) -> ReplacedTokensModel:
+    torch.manual_seed(0)
+    configs = _configs(family, dropout)
+    model = ReplacedTokensModel(*configs, embeddings=embeddings, **options)
     lively_(model, 1)
     if embeddings == "disentangled":
         torch.nn.init.normal_(_words(model.discriminator).weight, std=0.1)
@@ -45,7 +67,7 @@ def _model(embeddings="shared", dropout=0.0, **options) -> ReplacedTokensModel:
 
 
 def _words(model) -> torch.nn.Module:
-    return model.electra.embeddings.word_embeddings
+    return model.get_input_embeddings()
 
 
 def _batch(seed: int = 0) -> dict:
@@ -68,10 +90,9 @@ def _batch(seed: int = 0) -> dict:
 def _plain(model, batch, corrupted_ids, dtype):
     """The losses and gradients, by transformers' models on one sequence after the other."""
     models = {}
-    kinds = {"generator": "ElectraForMaskedLM", "discriminator": "ElectraForPreTraining"}
-    for name, kind in kinds.items():
-        ours = getattr(model, name)
-        theirs = getattr(transformers, kind)(copy.deepcopy(ours.config))
+    kinds = PLAIN[model.config.model_type]
+    for name, ours, kind in zip(("generator", "discriminator"), model.parts, kinds, strict=True):
+        theirs = kind(copy.deepcopy(ours.config))
         theirs.load_state_dict(ours.state_dict())
         words = _words(ours)
         if isinstance(words, DisentangledEmbedding):
@@ -100,21 +121,22 @@ def _plain(model, batch, corrupted_ids, dtype):
 
 def _as_named_by(model, named: dict) -> dict:
     """Gradients of two plain models as those of parameters that may be shared."""
-    theirs = dict(named)
-    shared = model.discriminator.electra.embeddings is model.generator.electra.embeddings
-    for key in list(theirs):
-        if shared and key.startswith("discriminator.electra.embeddings."):
-            theirs[key.replace("discriminator", "generator")] += theirs.pop(key)
+    theirs, own = dict(named), gradients(model)
+    for key in named.keys() - own.keys():
+        theirs[key.replace("discriminator", "generator")] += theirs.pop(key)
     return theirs
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("embeddings", SHARING)
-def test_losses_and_gradients(embeddings):
-    model, batch = _model(embeddings, detection_weight=20.0), _batch()
-    with assert_packed("electra_model"), assert_ran("mlm_cross_entropy_bwd", "cpu"):
+def test_losses_and_gradients(embeddings, family):
+    model, batch = _model(embeddings, family=family, detection_weight=20.0), _batch()
+    with assert_packed(COUNTERS[family]), assert_ran("mlm_cross_entropy_bwd", "cpu"):
         outputs = model(**batch, rng_state=STATE)
         outputs.loss.backward()
     assert outputs.replaced.any()
+    is_shared = embeddings == "shared"
+    assert (_words(model.discriminator) is _words(model.generator)) == is_shared
     results = [
         _plain(model, batch, outputs.corrupted_ids, d) for d in (torch.float64, torch.float32)
     ]
@@ -178,9 +200,10 @@ def test_samples_of_logits_that_are_not_finite_are_tokens():
     assert ((tokens >= 0) & (tokens < 11)).all()
 
 
-def test_dropout_of_both_models():
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropout_of_both_models(family):
     """One state gives one result; the discriminator drops other elements than the generator."""
-    model, batch = _model(dropout=0.3), _batch()
+    model, batch = _model(dropout=0.3, family=family), _batch()
     outputs = model(**batch, rng_state=STATE)
     assert_bitwise_equal(model(**batch, rng_state=STATE).loss, outputs.loss, "loss")
     assert not torch.equal(model.eval()(**batch, rng_state=STATE).loss, outputs.loss)
@@ -195,20 +218,26 @@ def test_dropout_of_both_models():
     assert not torch.equal(alone(0), outputs.detection_loss)
 
 
+@pytest.mark.parametrize("family", ["Electra", "DebertaV2"])
 @pytest.mark.parametrize("embeddings", SHARING)
-def test_gradients_of_the_generators_table(embeddings):
-    """The discriminator's loss reaches it only where the table is shared."""
-    gradients_of = []
+def test_gradients_of_the_tables(embeddings, family):
+    """The discriminator's loss reaches the generator's only where it is shared, and where the
+    tables are disentangled what the discriminator adds has the gradient of the sum."""
+    gradients_of, added = [], []
     for weight in (0.0, 50.0):
-        model = _model(embeddings, detection_weight=weight)
+        model = _model(embeddings, family=family, detection_weight=weight)
         model(**_batch(), rng_state=STATE).loss.backward()
         gradients_of.append(_words(model.generator).weight.grad)
+        added.append(_words(model.discriminator).weight.grad)
     assert torch.equal(*gradients_of) == (embeddings != "shared")
+    if embeddings != "shared":
+        assert not added[0].any() and added[1].any()
 
 
-def test_losses_under_autocast_and_checkpointing():
+@pytest.mark.parametrize("family", ["Electra", "DebertaV2"])
+def test_losses_under_autocast_and_checkpointing(family):
     """As the step calls it, in bf16; layers computed again give the same gradients."""
-    model, batch = _model(dropout=0.1), _batch()
+    model, batch = _model(dropout=0.1, family=family), _batch()
     wide = model(**batch, rng_state=STATE)
     with torch.autocast("cpu", torch.bfloat16):
         narrow = model(**batch, rng_state=STATE)
@@ -234,9 +263,10 @@ def test_shares_of_a_step_add_up():
         torch.testing.assert_close(sum(share[name] for share in shares), mean)
 
 
-def test_rows_that_fill_the_capacity_change_nothing():
+@pytest.mark.parametrize("family", ["Electra", "DebertaV2"])
+def test_rows_that_fill_the_capacity_change_nothing(family):
     """Labelled rows given, in another order and with others among them, or found."""
-    model, batch = _model(), _batch()
+    model, batch = _model(family=family), _batch()
     given = model(**batch, rng_state=STATE)
     batch["label_rows"] = batch["label_rows"].flip(0)
     flipped = model(**batch, rng_state=STATE)
@@ -245,3 +275,119 @@ def test_rows_that_fill_the_capacity_change_nothing():
     for outputs in (flipped, found):
         assert torch.equal(outputs.corrupted_ids, given.corrupted_ids)
         assert torch.equal(outputs.loss, given.loss)
+
+
+@pytest.mark.parametrize("family", ["DebertaV2", "Deberta"])
+def test_the_decoder_is_a_setting(family):
+    """On where positions are in no input; off, the generator is the plain masked-LM model."""
+    assert isinstance(_model(family=family).generator, EnhancedMaskDecoder)
+    model, batch = _model(family=family, enhanced_mask_decoder=False), _batch()
+    assert type(model.generator) is getattr(fastbert, f"{family}ForMaskedLM")
+    outputs = model(**batch, rng_state=STATE)
+    plain = getattr(transformers, f"{family}ForMaskedLM")(copy.deepcopy(model.generator.config))
+    plain.load_state_dict(model.generator.state_dict())
+    losses, start = [], 0
+    for length in LENGTHS:
+        rows = slice(start, start + length)
+        labels = batch["labels"][0, rows]
+        logits = plain.eval()(input_ids=batch["input_ids"][:, rows]).logits[0]
+        losses.append(F.cross_entropy(logits, labels, reduction="none")[labels != -100])
+        start += length
+    torch.testing.assert_close(outputs.mlm_loss, torch.cat(losses).mean(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_decoder_computes_labelled_rows_alone():
+    """Of its two runs, and of no layer below."""
+    model, batch = _model(family="DebertaV2", dropout=0.1), _batch()
+    rows = []
+    for layer in model.generator.deberta.encoder.layer:
+        layer.register_forward_hook(lambda _, args, out: rows.append(len(out)))
+    model(**batch, rng_state=STATE)
+    labelled = int((batch["labels"] != -100).sum())
+    assert rows == [40, labelled, labelled]
+
+
+def _alone(family, part: int, seed: int, **overrides):
+    """A generator (0) or a discriminator (1) that has been trained elsewhere."""
+    torch.manual_seed(seed)
+    config = _configs(family)[part]
+    for name, value in overrides.items():
+        setattr(config, name, value)
+    model = type(_model(family=family).parts[part])(config)
+    lively_(model, seed)
+    return model
+
+
+@pytest.mark.parametrize("family", ["Electra", "DebertaV2"])
+@pytest.mark.parametrize("embeddings", SHARING)
+@pytest.mark.parametrize("given", ["generator", "discriminator", "both"])
+def test_beginning_with_weights(family, embeddings, given):
+    """What is given is there afterwards; whose table the other one takes."""
+    parts = [_alone(family, 0, 5), _alone(family, 1, 6)]
+    if embeddings == "shared" and given == "both":
+        whole = family == "Electra"
+        modules = [p.base_model.embeddings if whole else _words(p) for p in parts]
+        modules[1].load_state_dict(modules[0].state_dict())
+    chosen = {
+        "generator": {"generator": parts[0]},
+        "discriminator": {"discriminator": parts[1]},
+        "both": {"generator": parts[0], "discriminator": parts[1]},
+    }[given]
+    model = _model(embeddings, family=family)
+    model.begin_with(**chosen)
+    for name, part in chosen.items():
+        own = getattr(model, name).state_dict()
+        words = [k for k, v in own.items() if k.endswith("word_embeddings.weight")]
+        for key, value in part.state_dict().items():
+            if key not in words:
+                assert torch.equal(own[key], value), (name, key)
+    tables = [_words(part) for part in model.parts]
+    if isinstance(tables[1], DisentangledEmbedding):
+        tables[1] = tables[1].folded()
+    for table, part, name in zip(tables, parts, ("generator", "discriminator"), strict=True):
+        if name in chosen:
+            torch.testing.assert_close(table.weight, _words(part).weight, rtol=0, atol=1e-6)
+    if given == "discriminator" and embeddings != "separate":
+        assert torch.equal(tables[0].weight, _words(parts[1]).weight)
+
+
+def test_tables_that_differ_cannot_be_shared():
+    model = _model()
+    with pytest.raises(
+        ValueError, match=r"shared, but word_embeddings\.weight of the generator is"
+    ):
+        model.begin_with(_alone("Electra", 0, 5), _alone("Electra", 1, 6))
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"vocab_size": 98}, {}, "vocab_size is 98 and the discriminator's 99; use models of one"),
+        ({"embedding_size": 16}, {}, "16 wide and the discriminator's 24, which shared embeddings"),
+        (
+            {},
+            {"enhanced_mask_decoder": True},
+            "enhanced_mask_decoder is DeBERTa's, electra has none",
+        ),
+    ],
+)
+def test_pairs_that_cannot_be(changes, options, message):
+    generator, discriminator = _configs()
+    for name, value in changes.items():
+        setattr(generator, name, value)
+    with pytest.raises(ValueError, match=message):
+        ReplacedTokensModel(generator, discriminator, **options)
+
+
+def test_families_that_cannot_be():
+    generator, discriminator = _configs()[0], _configs("DebertaV2")[1]
+    with pytest.raises(ValueError, match="is electra and the discriminator's deberta-v2"):
+        ReplacedTokensModel(generator, discriminator)
+    with pytest.raises(ValueError, match="bert is not trained by replaced tokens; use one of el"):
+        ReplacedTokensModel(small_config("Bert"), small_config("Bert"))
+    positions = _configs("DebertaV2")
+    for config in positions:
+        config.position_biased_input = True
+    assert type(ReplacedTokensModel(*positions).generator) is fastbert.DebertaV2ForMaskedLM
+    with pytest.raises(ValueError, match=r"config\.position_biased_input is True"):
+        ReplacedTokensModel(*positions, enhanced_mask_decoder=True)

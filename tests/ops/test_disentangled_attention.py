@@ -162,6 +162,22 @@ def test_disentangled_attention_noncontiguous(backend):
     op_check(op, reference, values, torch.float32, name="attention", layout="noncontiguous")
 
 
+def test_disentangled_attention_queries_of_other_states(backend):
+    """Keys and values side by side, queries by themselves: the results of each by itself."""
+    op, _ = both([5, 9])
+    values = inputs([5, 9], 2, 8)
+    together = torch.stack([values["k"], values["v"]], 1).unbind(1)
+    views = values | dict(zip("kv", together, strict=True))
+    results = []
+    for given in (values, views):
+        leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
+        out, lse = op(**leaves)
+        (out * torch.arange(8)).sum().backward()
+        results.append([out, lse, *(t.grad for t in leaves.values())])
+    for name, alone, beside in zip(("out", "lse", *values), *results, strict=True):
+        assert_bitwise_equal(beside, alone, name)
+
+
 def test_disentangled_attention_idle_rows_may_hold_anything(backend):
     op, _ = both([25, 20])
     values = inputs([25, 20], 1, 8, idle=3)

@@ -46,6 +46,14 @@ def test_recipes_say_what_the_papers_say():
         "intermediate_size": 256,
         "num_hidden_layers": 12,
     }
+    deberta = read_config("deberta_v3_base")
+    assert deberta.phases[0].tokens_per_step // deberta.phases[0].max_length == 256
+    assert generator_sizes(deberta) == {
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 6,
+    }
     roberta = read_config("roberta_base")
     assert roberta.phases[0].tokens_per_step == 8192 * 512
     assert roberta.optimizer.betas == (0.9, 0.98)
