@@ -26,6 +26,7 @@ test-full: .venv/.installed build/models/.installed build/older-triton/.installe
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile \
 		--hypothesis-profile=explore tests
 	PYTHONPATH=build/older-triton $(PY) benchmarks/gpu/kernel_report.py --check
+	$(PY) benchmarks/gpu/kernel_report.py --check --everywhere --only disentangled
 	$(MAKE) test-emulated
 	$(PY) tests/teeth.py
 	$(PY) benchmarks/gpu/cuda_report.py --check --targets all

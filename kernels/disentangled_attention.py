@@ -691,7 +691,7 @@ def blocks(head_dim: int, dtype: torch.dtype, kernel: str, amd: bool) -> dict[st
     sizes["BLOCK"] = 16 if single or sums else 32
     if amd:
         return {**sizes, "num_warps": 4}
-    wide = kernel == "bwd_dkv" or (kernel == "bwd_dq" and single)
+    wide = kernel == "bwd_dkv" or (single and kernel != "fwd")
     # Where no limit is named, ptxas spills a few to get another program onto an SM.
     return {**sizes, "num_warps": 8 if wide else 4, "maxnreg": 168 if sums else 255}
 
