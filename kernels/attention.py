@@ -605,7 +605,8 @@ def _settings(q, softmax_scale, window, dropout_p, site, rng_state):
     return scalars, constants
 
 
-def _slots(rows: torch.Tensor, block: int, num_sequences: int) -> int:
+def slots_of(rows: torch.Tensor, block: int, num_sequences: int) -> int:
+    """Programs that suffice for the blocks of all sequences, whose lengths are not known here."""
     return rows.shape[0] // block + num_sequences + 1
 
 
@@ -618,7 +619,8 @@ def with_near_heads(*tensors: torch.Tensor) -> list[torch.Tensor]:
     ]
 
 
-def _steps(*tensors: torch.Tensor) -> list[int]:
+def steps_of(*tensors: torch.Tensor) -> list[int]:
+    """The row and head strides of tensors `(rows, N, D)`, one tensor's after the other's."""
     return [t.stride(i) for t in tensors for i in range(2)]
 
 
@@ -647,7 +649,7 @@ def attention_fwd(
     constants = constants("fwd")
     num_sequences = cu_seqlens_q.shape[0] - 1
     with on_device(q):
-        _attention_fwd_kernel[(_slots(q, constants["BLOCK_Q"], num_sequences), num_heads)](
+        _attention_fwd_kernel[(slots_of(q, constants["BLOCK_Q"], num_sequences), num_heads)](
             q,
             k,
             v,
@@ -659,7 +661,7 @@ def attention_fwd(
             num_sequences,
             num_rows,
             num_heads,
-            *_steps(q, k, v),
+            *steps_of(q, k, v),
             *scalars,
             **constants,
         )
@@ -759,7 +761,7 @@ def _one_pass(dout, q, k, v, out, lse, dq, dk, dv, delta, lengths, scalars, cons
             q.shape[0],
             k.shape[0],
             q.shape[1],
-            *_steps(q, k, v, dq, dk),
+            *steps_of(q, k, v, dq, dk),
             softmax_scale,
             *dropout,
             **constants,
@@ -768,11 +770,11 @@ def _one_pass(dout, q, k, v, out, lse, dq, dk, dv, delta, lengths, scalars, cons
 
 def _two_passes(dout, q, k, v, out, lse, dq, dk, dv, delta, lengths, scalars, constants):
     num_heads, num_sequences = q.shape[1], lengths[-1]
-    steps = _steps(q, k, v)
+    steps = steps_of(q, k, v)
     with on_device(q):
         if q.numel() > 0:
             dq_constants = constants("bwd_dq")
-            slots = _slots(q, dq_constants["BLOCK_Q"], num_sequences)
+            slots = slots_of(q, dq_constants["BLOCK_Q"], num_sequences)
             _attention_bwd_dq_kernel[(slots, num_heads)](
                 dout,
                 q,
@@ -786,13 +788,13 @@ def _two_passes(dout, q, k, v, out, lse, dq, dk, dv, delta, lengths, scalars, co
                 q.shape[0],
                 num_heads,
                 *steps,
-                *_steps(dq),
+                *steps_of(dq),
                 *scalars,
                 **dq_constants,
             )
         if k.numel() > 0:
             dkv_constants = constants("bwd_dkv")
-            slots = _slots(k, dkv_constants["BLOCK_K"], num_sequences)
+            slots = slots_of(k, dkv_constants["BLOCK_K"], num_sequences)
             _attention_bwd_dkv_kernel[(slots, num_heads)](
                 dout,
                 q,
@@ -807,7 +809,7 @@ def _two_passes(dout, q, k, v, out, lse, dq, dk, dv, delta, lengths, scalars, co
                 k.shape[0],
                 num_heads,
                 *steps,
-                *_steps(dk),
+                *steps_of(dk),
                 *scalars,
                 **dkv_constants,
             )

@@ -25,6 +25,8 @@ from .attention import (
     rows_of,
     seen,
     sequence_head,
+    slots_of,
+    steps_of,
     store_head_rows,
     with_near_heads,
 )
@@ -715,14 +717,6 @@ def _settings(q, position_key, position_query, softmax_scale, dropout_p, site):
     return (softmax_scale, threshold, scale, site), constants
 
 
-def _slots(rows: torch.Tensor, block: int, num_sequences: int) -> int:
-    return rows.shape[0] // block + num_sequences + 1
-
-
-def _steps(*tensors: torch.Tensor) -> list[int]:
-    return [t.stride(i) for t in tensors for i in range(2)]
-
-
 def disentangled_attention_fwd(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -747,7 +741,7 @@ def disentangled_attention_fwd(
     if out.numel() == 0:
         return out, lse
     num_sequences, constants = cu_seqlens.shape[0] - 1, constants("fwd")
-    grid = (_slots(q, constants["BLOCK"], num_sequences), num_heads)
+    grid = (slots_of(q, constants["BLOCK"], num_sequences), num_heads)
     with on_device(q):
         _disentangled_attention_fwd_kernel[grid](
             q,
@@ -763,7 +757,7 @@ def disentangled_attention_fwd(
             num_sequences,
             num_rows,
             num_heads,
-            *_steps(q, k, v, *tables),
+            *steps_of(q, k, v, *tables),
             *scalars,
             **constants,
         )
@@ -809,12 +803,12 @@ def disentangled_attention_bwd(
         num_sequences,
         num_rows,
         num_heads,
-        *_steps(q, k, v, *tables),
+        *steps_of(q, k, v, *tables),
         *scalars,
     )
 
     def slots(kernel: str) -> tuple[int, int]:
-        return _slots(q, constants(kernel)["BLOCK"], num_sequences), num_heads
+        return slots_of(q, constants(kernel)["BLOCK"], num_sequences), num_heads
 
     with on_device(q):
         _disentangled_attention_bwd_dq_kernel[slots("bwd_dq")](

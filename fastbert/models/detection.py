@@ -10,7 +10,7 @@ from transformers.models.electra.modeling_electra import ElectraForPreTrainingOu
 from fastbert.models.heads import Head
 from fastbert.models.inputs import check_tensors
 from fastbert.models.losses import rescaled_loss
-from fastbert.models.packed import HEAD_KEYWORDS, pop_return_dict
+from fastbert.models.packed import pop_return_dict
 from fastbert.padding import check_mask_shape
 
 
@@ -19,7 +19,7 @@ class DetectionHead(Head):
 
     def forward(self, **inputs):
         if self.plain_forward():
-            return super().forward(**{k: v for k, v in inputs.items() if k not in HEAD_KEYWORDS})
+            return self.transformers_forward(inputs)
         labels = inputs.pop("labels", None)
         num_items_in_batch = inputs.pop("num_items_in_batch", None)
         return_dict = pop_return_dict(self.config, inputs)

@@ -58,6 +58,10 @@ class Head(LoadsFolders):
         """Whether transformers' forward of the head has to run."""
         return is_traced() or is_transformed() or not self.on_packed_model()
 
+    def transformers_forward(self, inputs: dict):
+        """What the class behind ours gives, which does not know the keywords of our heads."""
+        return super().forward(**{k: v for k, v in inputs.items() if k not in HEAD_KEYWORDS})
+
     def scores_of_rows(self, outputs, score: Callable[[torch.Tensor], torch.Tensor]):
         """`(B, S, V)`, `score` of each hidden state; every padded position has that of a zero
         hidden state.
@@ -403,7 +407,7 @@ class MaskedLMHead(VocabularyHead):
 
     def forward(self, **inputs):
         if self.plain_forward():
-            return super().forward(**{k: v for k, v in inputs.items() if k not in HEAD_KEYWORDS})
+            return self.transformers_forward(inputs)
         labels = inputs.pop("labels", None)
         label_rows = inputs.pop("label_rows", None)
         num_items_in_batch = inputs.pop("num_items_in_batch", None)
@@ -443,7 +447,7 @@ class PreTrainingHead(VocabularyHead):
 
     def forward(self, **inputs):
         if self.plain_forward():
-            return super().forward(**{k: v for k, v in inputs.items() if k not in HEAD_KEYWORDS})
+            return self.transformers_forward(inputs)
         labels = inputs.pop("labels", None)
         label_rows = inputs.pop("label_rows", None)
         pair_labels = inputs.pop(self.pair_labels, None)

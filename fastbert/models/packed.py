@@ -88,6 +88,12 @@ def is_traced() -> bool:
     return torch.jit.is_tracing() or torch.compiler.is_exporting()
 
 
+def has_global_hooks() -> bool:
+    """Whether hooks are set on the forward of all modules there are."""
+    hooks = nn.modules.module
+    return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks)
+
+
 def is_transformed() -> bool:
     """Whether derivatives are taken in a way our autograd Functions do not offer."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

@@ -22,6 +22,7 @@ from fastbert.models.packed import (
     additive_mask,
     block_mask,
     eager_attention,
+    has_global_hooks,
     is_checkable_mask,
     is_traced,
     is_transformed,
@@ -124,7 +125,7 @@ class PackedModel(LoadsFolders):
         return self.why_modules_not_packed()
 
     def why_modules_not_packed(self) -> str | None:
-        if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
+        if has_global_hooks():
             return "global module hooks are set"
         reason = self.why_container_not_packed()
         if reason is not None:

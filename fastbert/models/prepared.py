@@ -21,6 +21,7 @@ from fastbert.models.embedding import row_of_zeros
 from fastbert.models.linears import packed_weight
 from fastbert.models.packed import (
     ATTENTION_IMPLEMENTATIONS,
+    has_global_hooks,
     is_plain_table,
     is_traced,
     is_transformed,
@@ -90,8 +91,7 @@ def suits_one_call(model, attention_mask, kwargs: dict) -> bool:
         return False
     if torch.is_autocast_enabled("cpu") or not dispatch.bound_to(*ROOMS) <= {"auto", "cpu"}:
         return False
-    hooks = nn.modules.module
-    if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
+    if has_global_hooks():
         return False
     return _wants_usual_outputs(model.config, kwargs) and _are_plain_inputs(kwargs, attention_mask)
 

@@ -15,6 +15,7 @@ from fastbert.models.replaced_tokens import (
     FAMILIES,
     DisentangledEmbedding,
     ReplacedTokensModel,
+    embedding_size,
     generator_class,
 )
 from fastbert.train import building
@@ -119,9 +120,8 @@ def _config_of(name: str, folder: str, settings: PretrainConfig, tokenizer) -> P
 
 def _family(settings: PretrainConfig, given: Mapping[str, PreTrainedConfig]) -> str:
     """Of a model that begins anew, maybe beside one that does not."""
-    for config in given.values():
-        return config.model_type
-    return settings.model.family or "electra"
+    own = settings.model.family or "electra"
+    return next((config.model_type for config in given.values()), own)
 
 
 def _generator_config(
@@ -130,7 +130,7 @@ def _generator_config(
     """Of a new generator beside a discriminator."""
     config = copy.deepcopy(discriminator)
     # By itself its embeddings would be as wide as its layers.
-    config.embedding_size = getattr(discriminator, "embedding_size", discriminator.hidden_size)
+    config.embedding_size = embedding_size(discriminator)
     for name, size in generator_sizes(settings, discriminator).items():
         setattr(config, name, size)
     if config.hidden_size % config.num_attention_heads:
