@@ -1,11 +1,12 @@
 """Packed and cast copies of weights, kept between forwards and never stale.
 
 A copy is made only in a forward without gradients and belongs to the module whose weights it
-holds. It is dropped by that module's next forward with gradients, `train()`, `eval()`, `_apply`
-(`.to()`, `.half()`), any optimizer step in the process, and `refresh(model)`; it is left out of
-pickles and deep copies. A copy still there is used only while `Fingerprint.matches()`: fused
-optimizers and writes through `.data` change weights without raising `_version`, so the fingerprint
-also compares addresses and one value of every row.
+holds. It is dropped by that module's next forward with gradients, `train()`, `eval()` that ends
+training (libraries call it before every batch), `_apply` (`.to()`, `.half()`), any optimizer step
+in the process, and `refresh(model)`; it is left out of pickles and deep copies. A copy still there
+is used only while `Fingerprint.matches()`: fused optimizers and writes through `.data` change
+weights without raising `_version`, so the fingerprint also compares addresses and one value of
+every row.
 
 Only CPU weights are copied: comparing values on a GPU would stall the host at every layer.
 """
@@ -169,13 +170,14 @@ class WeightCache:
     Attributes:
         frozen: what a frozen module has (fastbert/models/freeze.py), which nothing drops and deep
             copies share: its sources are gone. None in any other module.
-        prepared: what a model was found to be (fastbert/models/prepared.py), dropped as copies are.
+        prepared: what a model was found to be (fastbert/models/prepared.py), by the dtype of
+            autocast or None; dropped as copies are.
     """
 
     def __init__(self, frozen: FrozenWeights | None = None):
         self._entries: dict = {}
         self.frozen = frozen
-        self.prepared = None
+        self.prepared: dict = {}
 
     def __deepcopy__(self, memo):
         return WeightCache(self.frozen)
@@ -190,7 +192,7 @@ class WeightCache:
 
     def clear(self) -> None:
         """Drops every copy."""
-        self._entries, self.prepared = {}, None
+        self._entries, self.prepared = {}, {}
 
     def entry(self, key) -> tuple[Fingerprint, torch.Tensor | None] | None:
         """What the copy under `key` was made of, and the copy; None where there is none."""
@@ -234,7 +236,8 @@ class CachesWeights(nn.Module):
     def train(self, mode: bool = True):
         if mode:
             self.refuse_if_frozen_within("train()")
-        self.weight_cache.clear()
+        if mode or self.training:
+            self.weight_cache.clear()
         return super().train(mode)
 
     def _apply(self, fn, recurse=True):

@@ -79,7 +79,8 @@ def encode(
     tensors = (hidden_states, weights, biases, norms, packed_weights)
     # Of a sequence's rows the real ones come first.
     starts = (batch.cu_seqlens_q, batch.cu_seqlens_k)
-    return encoder_fwd(*tensors, *starts, *numbers_of(specs[0])), None
+    numbers = numbers_of(specs[0])
+    return encoder_fwd(*tensors, *starts, *numbers, compute_dtype(hidden_states)), None
 
 
 def plain_parameters(
@@ -102,6 +103,11 @@ def plain_parameters(
             return None, "the layers differ in heads, scaling, activation or the norms' eps"
     if len(parameters.weights) not in (0, len(specs) * LINEARS):
         return None, "some layers are frozen, others are not"
+    if compute_dtype(hidden_states) not in (None, hidden_states.dtype):
+        if not parameters.weights:
+            return None, "autocast is on"
+        if hidden_states.dtype != torch.float32:
+            return None, f"autocast is on, and the rows are {hidden_states.dtype}"
     if first.num_heads * first.head_dim != hidden_states.shape[1]:
         return None, "heads were pruned"
     op, device = dispatch.OPS["encoder_fwd"], hidden_states.device
@@ -135,7 +141,8 @@ def packed_layers(
 def _packed_by_caches(
     weights: Sequence[torch.Tensor], caches: Sequence[WeightCache], hidden_states: torch.Tensor
 ) -> list[torch.Tensor | None]:
-    keys = [(key, hidden_states.dtype) for key, _ in PACKED]
+    dtype = compute_dtype(hidden_states) or hidden_states.dtype
+    keys = [(key, dtype) for key, _ in PACKED]
     owners = [cache for cache in caches for _ in PACKED]
     found = all_kept(owners, keys * len(caches), weights)
     if found is not None:
@@ -151,8 +158,6 @@ def _why_not_called_at_once(hidden_states: torch.Tensor) -> str | None:
     """What about the call needs the layers one by one."""
     if dispatch.is_symbolic(hidden_states):
         return "a graph is traced"
-    if compute_dtype(hidden_states) is not None:
-        return "autocast is on"
     return None
 
 

@@ -1,5 +1,6 @@
 // All layers of a post-norm encoder on packed rows, without dropout: what the layers' own ops run,
-// one after the other on buffers that are made once, with the same bits.
+// one after the other on buffers that are made once, with the same bits. Under autocast hidden
+// states are wider than what products read and give.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -78,13 +79,13 @@ const float* append(float*& next, at::TensorList tensors, int64_t size) {
   return first;
 }
 
-std::vector<Layer> layers_of(const at::Tensor& x, const Parameters& p, float* vectors) {
-  const int64_t columns = x.size(1);
+std::vector<Layer> layers_of(int64_t columns, at::ScalarType compute_dtype, const Parameters& p,
+                             float* vectors) {
   std::vector<Layer> layers;
   layers.reserve(p.layers());
   for (size_t i = 0; i < p.layers(); ++i) {
     const auto weight = [&](size_t first, size_t count, size_t packed, int64_t depth) {
-      PackedRight right = packed_weights(p.originals(i, first, count), x.scalar_type(),
+      PackedRight right = packed_weights(p.originals(i, first, count), compute_dtype,
                                          p.packed[i * kPacked + packed], kOp);
       TORCH_CHECK_VALUE(right.depth() == depth, kOp, ": weight ", first, " of layer ", i,
                         " must have ", depth, " columns, got ", right.depth());
@@ -132,6 +133,22 @@ struct Rows {
   }
 };
 
+// HiddenStates states as residuals, and as products read them: the same rows where the dtypes are.
+struct HiddenStates {
+  Rows states, rounded;
+
+  HiddenStates part(int64_t first, int64_t count) const {
+    return {states.part(first, count), rounded.part(first, count)};
+  }
+
+  void round(int64_t begin, int64_t end) const {
+    if (rounded.dtype == states.dtype) return;
+    const int64_t count = end - begin;
+    kernels().convert(states.dtype, states.part(begin, count).data, rounded.dtype,
+                      rounded.part(begin, count).data, count * states.columns);
+  }
+};
+
 // left · right + bias, through GELU where that is said, into `out`; then finish_rows.
 void project(const Rows& left, const PackedRight& right, const float* bias, Gelu gelu,
              const Rows& out, const FinishRows& finish_rows = {}) {
@@ -150,9 +167,10 @@ struct Norm {
 
 // out = LayerNorm(residual + left · right + bias); `sum` holds the product.
 void project_add_norm(const Rows& left, const PackedRight& right, const float* bias,
-                      const Rows& residual, const Norm& norm, const Rows& sum, const Rows& out) {
+                      const Rows& residual, const Norm& norm, const Rows& sum,
+                      const HiddenStates& out) {
   const AddLayerNorm a{sum.dtype,
-                       sum.dtype,
+                       residual.dtype,
                        sum.columns,
                        norm.eps,
                        {DropoutStream{}, 1.0f},
@@ -161,12 +179,14 @@ void project_add_norm(const Rows& left, const PackedRight& right, const float* b
                        residual.data,
                        norm.weight,
                        norm.bias,
-                       out.data,
+                       out.states.data,
                        nullptr,
                        norm.statistics,
                        norm.statistics + sum.rows};
-  project(left, right, bias, Gelu::kNone, sum,
-          [&a](int64_t begin, int64_t end) { kernels().add_layer_norm_fwd(a, begin, end); });
+  project(left, right, bias, Gelu::kNone, sum, [&](int64_t begin, int64_t end) {
+    kernels().add_layer_norm_fwd(a, begin, end);
+    out.round(begin, end);
+  });
 }
 
 }  // namespace
@@ -175,26 +195,34 @@ at::Tensor encoder_fwd_cpu(const at::Tensor& hidden_states, at::TensorList weigh
                            at::TensorList biases, at::TensorList norms, at::TensorList packed,
                            const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
                            int64_t num_heads, double softmax_scale, double eps,
-                           std::string_view approximate) {
+                           std::string_view approximate,
+                           std::optional<at::ScalarType> compute_dtype) {
   const at::Tensor input = hidden_states.contiguous();
   const Parameters parameters{weights, biases, norms, packed};
   check_parameters(input, parameters, num_heads);
+  const at::ScalarType computed = compute_dtype.value_or(input.scalar_type());
+  const bool rounds = computed != input.scalar_type();
+  TORCH_CHECK_VALUE(!rounds || input.scalar_type() == at::kFloat, kOp, ": x must be ", computed,
+                    ", which products are computed in, or Float, got ", input.scalar_type());
   const Gelu gelu = gelu_of(approximate, kOp);
   const int64_t rows = input.size(0), columns = input.size(1),
                 some = std::min(rows, kFeedForwardRows);
   const Workspace vectors(parameters.columns() * sizeof(float));
   const Workspace statistics(2 * rows * sizeof(float));
-  const std::vector<Layer> layers = layers_of(input, parameters, vectors.as<float>());
+  const std::vector<Layer> layers = layers_of(columns, computed, parameters, vectors.as<float>());
   int64_t widest = 0;
   for (const Layer& layer : layers) widest = std::max(widest, layer.intermediate.columns());
 
+  const at::TensorOptions options = input.options().dtype(computed);
   const auto buffer = [&](int64_t height, int64_t width) {
-    return empty_from_pool({height, width}, input.options());
+    return empty_from_pool({height, width}, options);
   };
-  const at::Tensor y = buffer(rows, columns), qkv = buffer(rows, 3 * columns);
-  at::Tensor heads_out = empty_from_pool({rows, num_heads, columns / num_heads}, input.options());
-  const at::Tensor attended = buffer(rows, columns), projected = buffer(rows, columns);
+  const at::Tensor y = empty_from_pool({rows, columns}, input.options());
+  const at::Tensor attended = empty_from_pool({rows, columns}, input.options());
+  const at::Tensor rounded = buffer(rounds ? rows : 0, columns);
+  const at::Tensor qkv = buffer(rows, 3 * columns), projected = buffer(rows, columns);
   const at::Tensor hidden = buffer(some, widest);
+  at::Tensor heads_out = empty_from_pool({rows, num_heads, columns / num_heads}, options);
   at::Tensor lse = at::empty({num_heads, rows}, input.options().dtype(at::kFloat));
 
   const auto heads = qkv.view({rows, 3, num_heads, columns / num_heads}).unbind(1);
@@ -205,27 +233,34 @@ at::Tensor encoder_fwd_cpu(const at::Tensor& hidden_states, at::TensorList weigh
   for (AttentionTask& task : tasks) task.first_k = task.first_q;  // keys lie among all rows
   start_attention(attention, tasks, heads_out, lse);
 
-  const Rows context(heads_out.view({rows, columns})), out(y);
-  const Rows all_attended(attended), all_projected(projected);
-  Rows x(input);
+  const Rows context(heads_out.view({rows, columns})), all_projected(projected);
+  // What is rounded is read by one product, and then the next: one buffer serves both.
+  const auto rows_of = [&](const at::Tensor& states) {
+    return HiddenStates{Rows(states), Rows(rounds ? rounded : states)};
+  };
+  const HiddenStates all_attended = rows_of(attended), out = rows_of(y);
+  HiddenStates x = rows_of(input);
+  if (rounds) {
+    for_each_row_range(rows, columns, [&](int64_t begin, int64_t end) { x.round(begin, end); });
+  }
   for (const Layer& layer : layers) {
     const Vectors& v = layer.vectors;
     const Norm attention_norm{v.attention_norm_weight, v.attention_norm_bias,
                               static_cast<float>(eps), statistics.as<float>()};
     const Norm output_norm{v.output_norm_weight, v.output_norm_bias, static_cast<float>(eps),
                            statistics.as<float>()};
-    project(x, layer.qkv, v.qkv, Gelu::kNone, Rows(qkv));
+    project(x.rounded, layer.qkv, v.qkv, Gelu::kNone, Rows(qkv));
     run_attention_tasks(attention, tasks, false);
-    project_add_norm(context, layer.attention_output, v.attention_output, x, attention_norm,
+    project_add_norm(context, layer.attention_output, v.attention_output, x.states, attention_norm,
                      all_projected, all_attended);
     for (int64_t first = 0; first < rows; first += kFeedForwardRows) {
       const int64_t count = std::min(kFeedForwardRows, rows - first);
-      const Rows part = all_attended.part(first, count);
+      const HiddenStates part = all_attended.part(first, count);
       Rows inner(hidden);
       inner.rows = count;
       inner.columns = layer.intermediate.columns();
-      project(part, layer.intermediate, v.intermediate, gelu, inner);
-      project_add_norm(inner, layer.output, v.output, part, output_norm,
+      project(part.rounded, layer.intermediate, v.intermediate, gelu, inner);
+      project_add_norm(inner, layer.output, v.output, part.states, output_norm,
                        all_projected.part(first, count), out.part(first, count));
     }
     x = out;

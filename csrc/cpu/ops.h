@@ -75,7 +75,7 @@ at::Tensor attention_packed_qkv_bwd_cpu(const at::Tensor&, const at::Tensor&, in
                                         int64_t, const std::optional<at::Tensor>&);
 at::Tensor encoder_fwd_cpu(const at::Tensor&, at::TensorList, at::TensorList, at::TensorList,
                            at::TensorList, const at::Tensor&, const at::Tensor&, int64_t, double,
-                           double, std::string_view);
+                           double, std::string_view, std::optional<at::ScalarType>);
 void empty_pool();
 bool samples_match(at::TensorList, at::TensorList);
 std::tuple<at::Tensor, at::Tensor> disentangled_attention_fwd_cpu(

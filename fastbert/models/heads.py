@@ -96,6 +96,7 @@ class TaskHead(Head):
             inputs |= self.model_keywords(inputs)
         with own_linears(self):
             outputs = super().forward(return_dict=True, **inputs)
+        self.finish_scores(outputs, inputs)
         labels = inputs.get("labels")
         if outputs.loss is not None and labels is not None:
             outputs.loss = rescaled_loss(outputs.loss, labels, num_items_in_batch)
@@ -129,6 +130,9 @@ class TaskHead(Head):
     def rows_read(self, inputs: dict) -> torch.Tensor | None:
         """`(B, S)` bool of positions read although they may be padding."""
         return None
+
+    def finish_scores(self, outputs, inputs: dict) -> None:
+        """Changes in `outputs` what transformers' head makes of rows that were not computed."""
 
 
 class FirstTokenHead(TaskHead):
@@ -181,7 +185,13 @@ class QuestionAnsweringHead(TaskHead):
 
     As in transformers, a start or an end beyond the last position counts for nothing, and a
     negative one, -100 too, means position 0.
+
+    Attributes:
+        scores_padding: set it to False where answers are taken from texts alone: without labels no
+            padding is computed then, and has the score -inf.
     """
+
+    scores_padding = True
 
     def _check_labels(self, inputs):
         shape = tokens_shape(inputs)
@@ -198,7 +208,23 @@ class QuestionAnsweringHead(TaskHead):
                 )
 
     def rows_read(self, inputs):
-        return positions_like(inputs, True)
+        return None if self._leaves_out_padding(inputs) else positions_like(inputs, True)
+
+    def finish_scores(self, outputs, inputs):
+        if not self._leaves_out_padding(inputs):
+            return
+        is_padding = inputs["attention_mask"] == 0
+        for name in ("start_logits", "end_logits"):
+            outputs[name] = outputs[name].masked_fill(is_padding, -math.inf)
+
+    def _leaves_out_padding(self, inputs: dict) -> bool:
+        mask, labels = inputs.get("attention_mask"), inputs.get("start_positions")
+        return (
+            not self.scores_padding
+            and labels is None
+            and isinstance(mask, torch.Tensor)
+            and mask.dim() == 2
+        )
 
 
 # --- heads with a vocabulary ----------------------------------------------------------------------

@@ -28,7 +28,13 @@ from fastbert.models.inputs import check_ids
 from fastbert.models.linears import own_linears
 from fastbert.models.packed import is_plain_table, one_row, packed_by_caller, pop_return_dict
 from fastbert.models.packed_model import PackedModel, tokens_of
-from fastbert.models.prepared import prepare, prepared_model, suits_one_call
+from fastbert.models.prepared import (
+    PreparedModel,
+    is_simple,
+    prepare,
+    prepared_model,
+    suits_one_call,
+)
 from fastbert.ops.philox import draw_rng_state
 from fastbert.ops.unpad import pad, unpad
 from fastbert.padding import PackedBatch, pack_batch, query_rows
@@ -54,10 +60,11 @@ class PostNormModel(PackedModel):
     def forward(self, attention_mask=None, **kwargs):
         if not suits_one_call(self, attention_mask, kwargs):
             return super().forward(attention_mask=attention_mask, **kwargs)
-        outputs = self._forward_at_once(attention_mask, **kwargs)
-        if outputs is None:
-            outputs = super().forward(attention_mask=attention_mask, **kwargs)
-            prepare(self)
+        prepared = prepared_model(self)
+        if prepared is not None:
+            return self._forward_at_once(prepared, attention_mask, **kwargs)
+        outputs = super().forward(attention_mask=attention_mask, **kwargs)
+        prepare(self)
         return outputs
 
     # --- what differs between families
@@ -119,8 +126,19 @@ class PostNormModel(PackedModel):
 
     # --- by one call
 
-    def _forward_at_once(
+    def _forward_at_once(self, prepared: PreparedModel, attention_mask, **kwargs):
+        """What `forward_packed` gives, of a model that is what it was when it was prepared."""
+        outputs = None
+        if is_simple(kwargs):
+            outputs = self._forward_padded_texts(prepared, attention_mask, **kwargs)
+        if outputs is not None:
+            return outputs
+        inputs = {name: kwargs.pop(name, None) for name in self.input_names}
+        return self.forward_packed(inputs, attention_mask, prepared=prepared, **kwargs)
+
+    def _forward_padded_texts(
         self,
+        prepared: PreparedModel,
         attention_mask,
         *,
         input_ids,
@@ -130,11 +148,8 @@ class PostNormModel(PackedModel):
         first_only=False,
         **ignored,
     ):
-        """What `forward_packed` gives, where the model is what it was when it was prepared; None
-        where it is not, or the inputs are for that to look at."""
-        prepared = prepared_model(self)
-        if prepared is None:
-            return None
+        """The same of texts of which nothing is known but the mask; None where that begins with
+        padding and position 0 is read, or ids are outside their tables."""
         if position_ids is None:
             position_ids = self.padded_positions(input_ids, None)
         pooled = self.has_pooler()
@@ -171,8 +186,10 @@ class PostNormModel(PackedModel):
         pooled_rows=None,
         first_only=False,
         last_layer_rows=None,
+        prepared=None,
         **ignored,
     ):
+        """Beside the call's arguments `prepared`: what one call computes the rows by, or None."""
         input_ids, inputs_embeds = inputs["input_ids"], inputs["inputs_embeds"]
         tokens = tokens_of(input_ids, inputs_embeds)
         size = tokens.shape[:2]
@@ -201,18 +218,20 @@ class PostNormModel(PackedModel):
                 first_rows=first_only or self.has_pooler(),
             )
         inputs = {**inputs, "position_ids": self._positions(batch, inputs, cu_seq_lens_q)}
+        dispatch.count(self.counted_as, "packed")
+        wanted = (required_rows is not None, keep_rows, pooled_rows, first_only)
+        rows = None if prepared is None else prepared.rows(batch, inputs)
+        if rows is not None:
+            outputs = self._outputs_of_rows(batch, rows, *wanted)
+            return self.as_wanted(outputs, return_dict)
         if rng_state is None and self._dropout_active():
             rng_state = draw_rng_state(tokens)
-        dispatch.count(self.counted_as, "packed")
         outputs = self._packed_rows(
             batch,
             inputs,
             rng_state,
-            required_rows is not None,
-            keep_rows,
-            pooled_rows,
-            first_only,
             None if last_layer_rows is None else query_rows(last_layer_rows, batch),
+            wanted,
             output_hidden_states=self.records_hidden_states(output_hidden_states),
             return_dict=True,
         )
@@ -233,18 +252,7 @@ class PostNormModel(PackedModel):
         return position_ids
 
     @capture_outputs
-    def _packed_rows(
-        self,
-        batch: PackedBatch,
-        inputs,
-        rng_state,
-        keep_query_only,
-        keep_rows,
-        pooled_rows,
-        first_only,
-        query,
-        **kwargs,
-    ):
+    def _packed_rows(self, batch: PackedBatch, inputs, rng_state, query, wanted, **kwargs):
         embedded = self._project(self._embed(batch, **inputs, rng_state=rng_state))
         layers, rows = list(self.packed_layers()), None
         if query is None and not kwargs["output_hidden_states"]:
@@ -253,6 +261,19 @@ class PostNormModel(PackedModel):
             self.refuse_if_frozen("a forward that returns or computes rows layer by layer")
         if rows is None:
             rows = _encode_by_layers(layers, embedded, batch, rng_state, query)
+        return self._outputs_of_rows(batch, rows, *wanted)
+
+    def _outputs_of_rows(
+        self, batch: PackedBatch, rows, keep_query_only, keep_rows, pooled_rows, first_only
+    ):
+        """What is wanted of the rows `(T, C)` behind the last layer.
+
+        Args:
+            batch: where the rows come from.
+            keep_query_only: they are returned where they are padding, too.
+            keep_rows: they go along for a head. pooled_rows: those that the pooler reads; None:
+                position 0. first_only: position 0 alone is wanted.
+        """
         fields = {}
         if first_only or self.has_pooler():
             first = batch.first_rows(rows) if pooled_rows is None else unpad(rows, pooled_rows)

@@ -5,7 +5,7 @@ once, and remembered are the objects that were met: every later forward compares
 the layouts of the tensors, and of what was packed the values as fastbert/cache.py does, all in C++.
 Where anything differs the model is asked again.
 
-Letters: B batch, S padded length, C hidden.
+Letters: B batch, S padded length, T packed rows, C hidden.
 """
 
 from collections.abc import Sequence
@@ -15,23 +15,35 @@ from torch import nn
 
 from fastbert import cache, dispatch, watch
 from fastbert.cache import Fingerprint
-from fastbert.encoder import dropout_p, is_ordinary, is_plain_linear, is_unhooked, packed
+from fastbert.encoder import (
+    compute_dtype,
+    dropout_p,
+    is_ordinary,
+    is_plain_linear,
+    is_unhooked,
+    packed,
+)
 from fastbert.encoder_inference import REPLACED, numbers_of, packed_layers, plain_parameters
 from fastbert.models.embedding import row_of_zeros
 from fastbert.models.linears import packed_weight
 from fastbert.models.packed import (
     ATTENTION_IMPLEMENTATIONS,
+    OUR_KEYWORDS,
     has_global_hooks,
     is_plain_table,
     is_traced,
     is_transformed,
 )
+from fastbert.padding import PackedBatch
 
 ROOMS = (*REPLACED, "embed_layer_norm", "unpad", "pad")
 """Ops whose work the one call does; it runs where each of them would be the C++ kernel."""
 COUNTED = ("prepared_model", "embed_layer_norm_fwd", "encoder_fwd")
 """What a call is counted as: itself, and the ops with most of its work."""
-_ARGUMENTS = {"input_ids", "token_type_ids", "position_ids", "return_dict", "first_only"}
+_SIMPLE = {"input_ids", "token_type_ids", "position_ids", "return_dict", "first_only"}
+"""Arguments of a call that is about texts of a padded batch alone."""
+_PACKING = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+_ARGUMENTS = _SIMPLE | (OUR_KEYWORDS - {"last_layer_rows"}) | _PACKING
 
 
 class PreparedModel:
@@ -74,6 +86,29 @@ class PreparedModel:
         outputs = self.compiled.forward(
             input_ids, attention_mask, token_type_ids, position_ids, reads_first, first_only
         )
+        return self._counted(outputs)
+
+    def rows(self, batch: PackedBatch, inputs: dict) -> torch.Tensor | None:
+        """`(T, C)` behind the last layer, of packed rows.
+
+        Args:
+            batch: where they come from.
+            inputs: `input_ids` and `position_ids` `(B, S)`, positions maybe `(1, S)`, and
+                `token_type_ids` or None.
+
+        Returns:
+            None where ids are outside their tables.
+        """
+        ids = (inputs["input_ids"], inputs.get("token_type_ids"), inputs["position_ids"])
+        found = self.compiled.forward_rows(
+            *ids, batch.indices, batch.cu_seqlens_q, batch.cu_seqlens_k
+        )
+        outputs = self._counted(found)
+        return None if outputs is None else outputs[0]
+
+    @staticmethod
+    def _counted(outputs: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The outputs of a call, counted; None where there are none."""
         if not outputs:
             return None
         for name in COUNTED:
@@ -85,15 +120,19 @@ class PreparedModel:
 
 
 def suits_one_call(model, attention_mask, kwargs: dict) -> bool:
-    """Whether this call of a post-norm model may be one: nothing is recorded, traced or cast, no
-    other backend is bound, and it is about the usual outputs of padded ids."""
+    """Whether this call of a post-norm model may be one: nothing is recorded or traced, no other
+    backend is bound, and it is about the usual outputs of ids."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_traced() or is_transformed():
         return False
-    if torch.is_autocast_enabled("cpu") or not dispatch.bound_to(*ROOMS) <= {"auto", "cpu"}:
-        return False
-    if has_global_hooks():
+    if has_global_hooks() or not dispatch.bound_to(*ROOMS) <= {"auto", "cpu"}:
         return False
     return _wants_usual_outputs(model.config, kwargs) and _are_plain_inputs(kwargs, attention_mask)
+
+
+def is_simple(kwargs: dict) -> bool:
+    """Whether a call that suits is about texts of a padded batch alone: no rows are named that are
+    to be computed or kept, and none come packed."""
+    return all(name in _SIMPLE or value is None or value is False for name, value in kwargs.items())
 
 
 def _wants_usual_outputs(config, kwargs: dict) -> bool:
@@ -134,7 +173,8 @@ def _is_plain(tensor) -> bool:
 
 def prepared_model(model) -> PreparedModel | None:
     """What the model's cache holds, where the model still is that and one call computes it."""
-    found = model.weight_cache.prepared
+    key = _key()
+    found = model.weight_cache.prepared.get(key)
     if found is None:
         return None
     if found.modules.are_unchanged():
@@ -142,14 +182,19 @@ def prepared_model(model) -> PreparedModel | None:
             return None
         if found.reads_what_was_packed():
             return found
-    model.weight_cache.prepared = None
+    # Another thread may have found it first.
+    model.weight_cache.prepared.pop(key, None)
     return None
 
 
 def prepare(model) -> None:
     """Leaves what a post-norm model is in its cache, where that holds nothing about it."""
-    if model.weight_cache.prepared is None and watch.is_available():
-        model.weight_cache.prepared = _prepared(model)
+    if watch.is_available() and _key() not in model.weight_cache.prepared:
+        model.weight_cache.prepared[_key()] = _prepared(model)
+
+
+def _key() -> torch.dtype | None:
+    return dispatch.autocast_dtype(torch.device("cpu"))
 
 
 def _prepared(model) -> PreparedModel:
@@ -160,11 +205,13 @@ def _prepared(model) -> PreparedModel:
     rows = torch.empty((0, model.config.hidden_size), dtype=model.dtype)
     specs = model.specs()
     caches = [layer.weight_cache for layer in model.packed_layers()]
-    layers, reason = plain_parameters(specs, caches, rows)
-    projection = model.projection()
+    projection, dtype = model.projection(), compute_dtype(rows)
+    # Autocast leaves what a Linear gives in its dtype.
+    encoded = rows if projection is None else rows.to(dtype or rows.dtype)
+    layers, reason = plain_parameters(specs, caches, encoded)
     if reason is not None or not (projection is None or _is_biased(projection)):
         return PreparedModel(modules)
-    packed_weights = packed_layers(layers.weights, caches, rows)
+    packed_weights = packed_layers(layers.weights, caches, encoded)
     if packed_weights is None:
         return PreparedModel(modules)
     pooler, norm, tables = _pooler_of(model), model.embeddings.LayerNorm, _tables(model)
@@ -180,10 +227,11 @@ def _prepared(model) -> PreparedModel:
         [norm.weight, norm.bias],
         norm.eps,
         *_parts(projection, lambda w: packed(model.weight_cache, "projection", [w], rows)),
-        *_parts(pooler, lambda w: packed_weight(w, model.dtype, model.weight_cache)),
+        *_parts(pooler, lambda w: packed_weight(w, dtype or model.dtype, model.weight_cache)),
         *layers,
         packed_weights,
         *numbers_of(specs[0]),
+        dtype,
         seen.views,
         seen.samples,
     )

@@ -42,7 +42,7 @@ encoder_fwd = dispatch.register_op(
     "encoder_fwd",
     "(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] norms, Tensor[] packed, "
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, int num_heads, float softmax_scale, float eps, "
-    "str approximate) -> Tensor",
+    "str approximate, ScalarType? compute_dtype=None) -> Tensor",
     room="encoder",
     fake=_fwd_fake,
     reference=encoder_reference,
@@ -64,12 +64,13 @@ def encoder(
     approximate: str,
     packed: Sequence[torch.Tensor] | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """L layers y = LN(x' + FFN(x')), x' = LN(x + Attention(x)), Devlin et al. 2019, section 3.
 
     Gives the bits that `linear`, `attention_packed_qkv`, `linear_gelu` and `add_layer_norm` give
-    one after the other, without gradients and dropout. Not affected by autocast: everything is
-    computed in the dtype of x.
+    one after the other, without gradients and dropout; with compute_dtype those they give under
+    autocast to it. Not affected by autocast itself.
 
     Args:
         x: `(T, C)`, fp32/bf16/fp16.
@@ -81,17 +82,20 @@ def encoder(
         cu_seqlens: `(B+1,)` int32, first row of each sequence.
         num_heads: N. softmax_scale: factor on the scores. eps: of the norms.
         approximate: `none` or `tanh`, the form of GELU.
-        packed: what `pack_layers` gives for the weights and the dtype of x; None: packed now.
+        packed: what `pack_layers` gives for the weights and compute_dtype; None: packed now.
             The registered op takes what `quantize_layers` gives, too, beside no weights.
         cu_seqlens_k: `(B+1,)` int32, as cu_seqlens of the rows that are attended to alone, the
             first of each sequence; None: all are. A sequence without any gets nothing from the
             attention.
+        compute_dtype: of the projections and the attention, where x, to which they are added, is
+            fp32; None: that of x.
 
     Returns:
         `(T, C)`, in the dtype of x.
 
     Raises:
-        ValueError: shapes or numbers of tensors that do not fit, or an unknown `approximate`.
+        ValueError: shapes or numbers of tensors that do not fit, or an unknown `approximate`; a
+            compute_dtype that is not that of x, which is not fp32.
         NotImplementedError: gradients are recorded and wanted.
     """
     check_approximate("encoder", approximate)
@@ -102,8 +106,13 @@ def encoder(
         raise NotImplementedError(
             "encoder: computes no gradients; call it under torch.no_grad(), or the layers' own ops"
         )
-    packed = pack_layers(weights, x.dtype) if packed is None else list(packed)
-    numbers = (num_heads, softmax_scale, eps, approximate)
+    compute_dtype = compute_dtype or x.dtype
+    if compute_dtype != x.dtype and x.dtype != torch.float32:
+        raise ValueError(
+            f"encoder: x must be fp32 or {compute_dtype}, which is compute_dtype, got {x.dtype}"
+        )
+    packed = pack_layers(weights, compute_dtype) if packed is None else list(packed)
+    numbers = (num_heads, softmax_scale, eps, approximate, compute_dtype)
     parameters = (list(weights), list(biases), list(norms), packed)
     return encoder_fwd(x, *parameters, cu_seqlens, cu_seqlens_k, *numbers)
 

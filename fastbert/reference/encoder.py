@@ -23,12 +23,13 @@ def encoder_reference(
     softmax_scale: float,
     eps: float,
     approximate: str,
+    compute_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """y = LN(x' + FFN(x')), x' = LN(x + Attention(x)), L times over (Devlin et al. 2019, section 3;
     Vaswani et al. 2017, section 3).
 
-    8·T·C² + 4·T·C·F FLOPs a layer beside attention's. Every projection is rounded to the dtype of x
-    before its residual is added.
+    8·T·C² + 4·T·C·F FLOPs a layer beside attention's. Every projection reads and gives
+    compute_dtype; the sum with a residual and its norm have the dtype of x.
 
     Args:
         x: `(T, C)`.
@@ -43,22 +44,26 @@ def encoder_reference(
             sequence; one without any gets nothing from the attention.
         num_heads: N. softmax_scale: factor on the scores. eps: of the norms.
         approximate: `none` or `tanh`, the form of GELU.
+        compute_dtype: of the projections and the attention; None: that of x.
 
     Returns:
         `(T, C)`, in the dtype of x.
     """
     x = x.clone() if not biases else x
+    compute_dtype = compute_dtype or x.dtype
     keys = _key_rows(cu_seqlens_q, cu_seqlens_k)
     for layer in range(len(biases) // 6):
         w, b = (tensors[6 * layer : 6 * layer + 6] for tensors in (weights, biases))
         weight_in, bias_in, weight_out, bias_out = norms[4 * layer : 4 * layer + 4]
-        q, k, v = linear_reference(x, w[:3], b[:3]).unflatten(1, (3, num_heads, -1)).unbind(1)
+        qkv = linear_reference(x.to(compute_dtype), w[:3], b[:3])
+        q, k, v = qkv.unflatten(1, (3, num_heads, -1)).unbind(1)
         context, _ = attention_reference(
             q, k[keys], v[keys], cu_seqlens_q, cu_seqlens_k, softmax_scale, None, 0, None
         )
         projected = linear_reference(context.flatten(1), w[3:4], b[3:4])
         x = _add_norm(projected, x, weight_in, bias_in, eps)
-        hidden = F.gelu(linear_reference(x, w[4:5], b[4:5]), approximate=approximate)
+        hidden = linear_reference(x.to(compute_dtype), w[4:5], b[4:5])
+        hidden = F.gelu(hidden, approximate=approximate)
         x = _add_norm(linear_reference(hidden, w[5:], b[5:]), x, weight_out, bias_out, eps)
     return x
 
@@ -71,6 +76,5 @@ def _key_rows(cu_seqlens_q, cu_seqlens_k) -> torch.Tensor:
 
 
 def _add_norm(x, residual, weight, bias, eps) -> torch.Tensor:
-    return add_layer_norm_reference(x, None, residual, weight, bias, eps, 0, None, x.dtype, False)[
-        0
-    ]
+    dtype = residual.dtype
+    return add_layer_norm_reference(x, None, residual, weight, bias, eps, 0, None, dtype, False)[0]

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from fastbert.models.heads import QuestionAnsweringHead
 from fastbert.tasks.models import load_model, load_tokenizer
 from fastbert.tasks.registry import read_task
 from fastbert.tasks.task import fitted
@@ -28,6 +29,9 @@ class Predictor:
         self.task = read_task(folder, **changes)
         self.tokenizer = load_tokenizer(self.task, str(folder))
         self.model = load_model(self.task, str(folder), new_head=False, accelerated=accelerated)
+        if isinstance(self.model, QuestionAnsweringHead):
+            # Answers are cut from texts.
+            self.model.scores_padding = False
         self.task.settings = fitted(self.task.settings, self.tokenizer, self.model.config)
 
     def predict(

@@ -63,7 +63,7 @@ def test_cache_holds_casts_under_autocast(model, inputs):
     "change",
     [
         lambda m: m.train(),
-        lambda m: m.eval(),
+        lambda m: m.train().eval(),
         lambda m: m.to(torch.float32),
         lambda m: m.half().float(),
         lambda m: m.load_state_dict(m.state_dict()),
@@ -76,6 +76,17 @@ def test_cache_is_dropped(model, inputs, change):
     assert _copies(model)
     change(model)
     assert _copies(model) == 0
+
+
+def test_eval_in_eval_keeps_the_copies(model, inputs):
+    _forward(model, inputs)
+    copies = _copies(model)
+    model.eval()
+    assert _copies(model) == copies > 0
+    model.encoder.layer[0].train()
+    _forward(model, inputs)
+    model.eval()
+    assert len(model.encoder.layer[0].weight_cache) == 0
 
 
 def _assign(model, name, weight):

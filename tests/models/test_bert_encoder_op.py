@@ -62,6 +62,14 @@ def test_the_bits_of_the_layers(inputs, dtype, activation):
     _assert_at_once(model_pair("BertModel", config, dtype=dtype)[0], inputs)
 
 
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
+def test_the_bits_of_the_layers_under_autocast(model, inputs, autocast):
+    for dtype in (torch.float32, autocast):
+        model.to(dtype)
+        with torch.autocast("cpu", autocast):
+            _assert_at_once(model, inputs)
+
+
 def test_packed_input_with_filling(model):
     ids, positions = torch.randint(5, 99, (1, 12)), torch.arange(12)[None] % 5
     starts = torch.tensor([0, 4, 9], dtype=torch.int32)
@@ -196,8 +204,6 @@ def test_calls_that_need_the_layers(model, inputs):
     assert states[1] == 0 and len(states[0].hidden_states) == 1 + len(model.encoder.layer)
     # The hooks that recorded them stay, and count for nothing.
     _assert_at_once(model, inputs)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert _forward(model, inputs)[1] == 0
     for room in ("linear", "attention", "add_layer_norm", "linear_gelu"):
         with use_backend(**{room: "reference"}):
             assert _forward(model, inputs)[1] == 0

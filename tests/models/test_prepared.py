@@ -99,6 +99,21 @@ def test_every_family_gives_the_same_bits(name, dtype):
         _assert_same(_at_once(model, inputs), expected)
 
 
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_family_gives_the_same_bits_under_autocast(name, autocast):
+    """Those of the layers called one by one; hidden states are fp32 where Linears give less."""
+    for dtype in (torch.float32, autocast):
+        model = _model(name, dtype)
+        inputs = _inputs(model)
+        for enabled in (True, False, True):
+            with torch.autocast("cpu", autocast, enabled=enabled):
+                with use_backend(encoder="reference"):
+                    expected = _asked_anew(model, inputs)
+                _forward(model, inputs)
+                _assert_same(_at_once(model, inputs), expected)
+
+
 def test_the_families_are_all():
     with_one_call = set(MODELS)
     others = {"DebertaModel", "DebertaV2Model", "ModernBertModel"}
@@ -156,16 +171,62 @@ def test_texts_without_a_token_where_nothing_is_pooled():
     _assert_same(_at_once(model, inputs), expected)
 
 
+def test_positions_that_are_padding(model, inputs):
+    """Read at the beginning, of a text without a token, wherever they are required."""
+    inputs["attention_mask"][0, 0] = 0
+    inputs["attention_mask"][1] = 0
+    _forward(model, inputs)
+    required = inputs["attention_mask"] == 0
+    required[2, :9] = False
+    for more in ({}, {"first_only": True}, {"required_rows": required}):
+        _assert_same(_at_once(model, inputs, **more), _asked_anew(model, inputs, **more))
+
+
+def test_rows_that_are_kept(model, inputs):
+    _forward(model, inputs)
+    ours, expected = (f(model, inputs, keep_rows=True) for f in (_at_once, _asked_anew))
+    _assert_same(ours, expected)
+    (batch, rows), (batch_anew, rows_anew) = (o.__dict__["packed"] for o in (ours, expected))
+    assert torch.equal(rows, rows_anew) and torch.equal(batch.indices, batch_anew.indices)
+
+
+def test_packed_texts(model):
+    """With filling behind them, and rows that are pooled."""
+    inputs = {
+        "input_ids": torch.randint(5, 90, (1, 14)),
+        "attention_mask": (torch.arange(14) < 12).long()[None],
+        "cu_seq_lens_q": torch.tensor([0, 5, 6, 12], dtype=torch.int32),
+        "pooled_rows": torch.tensor([0, 5, 6]),
+    }
+    expected = _asked_anew(model, inputs)
+    _forward(model, inputs)
+    _assert_same(_at_once(model, inputs), expected)
+    with pytest.raises(ValueError, match="input_ids holds 99 at"):
+        _forward(model, inputs | {"input_ids": torch.full((1, 14), 99)})
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FAMILIES["Bert"])
+def test_heads_with_labels(name, autocast):
+    """They read rows at padding, keep rows for themselves, or take position 0 alone."""
+    model = _model(f"Bert{name}")
+    inputs = _inputs(model)
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        with use_backend(encoder="reference"):
+            expected = _asked_anew(model, inputs)
+        assert expected.loss is not None
+        _forward(model, inputs)
+        _assert_same(_at_once(model, inputs), expected)
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        lambda inputs: inputs["attention_mask"].__setitem__((0, 0), 0),
-        lambda inputs: inputs["attention_mask"].__setitem__(1, 0),
         lambda inputs: inputs.update(output_hidden_states=True),
         lambda inputs: inputs.update(output_attentions=True),
         lambda inputs: inputs.update(position_ids=torch.arange(inputs["input_ids"].shape[1])),
     ],
-    ids=["position_0_is_padding", "no_token", "hidden_states", "attentions", "flat_positions"],
+    ids=["hidden_states", "attentions", "flat_positions"],
 )
 def test_other_calls_go_the_other_way(model, inputs, change):
     _forward(model, inputs)
@@ -177,14 +238,12 @@ def test_other_calls_go_the_other_way(model, inputs, change):
     assert torch.equal(outputs.pooler_output, expected.pooler_output)
 
 
-def test_gradients_autocast_and_other_backends_go_the_other_way(model, inputs):
+def test_gradients_and_other_backends_go_the_other_way(model, inputs):
     _forward(model, inputs)
     before = _calls()
     assert model(**inputs).last_hidden_state.requires_grad
-    assert model.weight_cache.prepared is None, "kept although weights may change now"
+    assert not model.weight_cache.prepared, "kept although weights may change now"
     _forward(model, inputs)
-    with torch.autocast("cpu", torch.bfloat16):
-        _forward(model, inputs)
     with use_backend("reference"):
         _forward(model, inputs)
     with use_backend(embed_layer_norm="reference"):
@@ -382,10 +441,10 @@ def test_a_model_that_one_call_cannot_compute_is_asked_about_that_once(model, in
     _forward(model, inputs)
     looked = []
     monkeypatch.setattr(type(model), "why_layers_are_called", lambda self: looked.append(1))
-    found = model.weight_cache.prepared
+    found = model.weight_cache.prepared[None]
     assert found.compiled is None
     _forward(model, inputs)
-    assert model.weight_cache.prepared is found
+    assert model.weight_cache.prepared[None] is found
     assert len(looked) == 1  # by the packed forward itself
 
 

@@ -129,6 +129,33 @@ def test_encoder_gives_the_bits_of_the_layers_ops(backend, lengths, filling, dty
         assert_bitwise_equal(actual, expected, "rows")
 
 
+@pytest.mark.parametrize("compute_dtype", DTYPES[1:], ids=str)
+# One row, more rows than one piece of the feed-forward network.
+@pytest.mark.parametrize("lengths", [(1,), (33, 0, 5), (300, 2, 290)], ids=str)
+def test_encoder_as_under_autocast(backend, lengths, compute_dtype):
+    """Products in half precision, hidden states in fp32."""
+    values, room = inputs(lengths), backend.name
+    with assert_ran("encoder_fwd", room):
+        actual = encoder(*values, **numbers(), compute_dtype=compute_dtype)
+    assert actual.dtype == torch.float32
+    with torch.autocast("cpu", compute_dtype):
+        baseline = plain(*values, **numbers())
+        if room != "reference":
+            with use_backend(room):
+                assert_bitwise_equal(actual, by_layers(*values, **numbers()), "rows")
+    oracle = plain(*cast(values, torch.float64), **numbers())
+    assert_close_to_oracle(actual, oracle, baseline, "rows", op=OP, compute_dtype=compute_dtype)
+    packed = pack_layers(values[1], compute_dtype)
+    again = encoder(*values, **numbers(), compute_dtype=compute_dtype, packed=packed)
+    assert_bitwise_equal(again, actual, "rows")
+    if room != "reference":
+        *tensors, cu_seqlens = values
+        tensors = [t.bfloat16() if isinstance(t, torch.Tensor) else t for t in tensors]
+        arguments = (*tensors, packed, cu_seqlens, cu_seqlens, *numbers().values())
+        with pytest.raises(ValueError, match="products are computed in, or Float, got BFloat16"):
+            encoder_fwd(*arguments, torch.float16)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_encoder_with_rows_that_are_not_attended_to(backend, dtype):
     """The last of each sequence: none, some, all, more than a block."""
@@ -257,6 +284,9 @@ def test_encoder_bad_input_raises():
             encoder(*values, **numbers(), cu_seqlens_k=other)
     with pytest.raises(ValueError, match="approximate"):
         encoder(*values, **numbers(approximate="relu"))
+    half = cast(values, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"x must be fp32 or torch\.float16, which is"):
+        encoder(*half, **numbers(), compute_dtype=torch.float16)
     weights[0].requires_grad_()
     with pytest.raises(NotImplementedError, match="no gradients"):
         encoder(*values, **numbers())
