@@ -208,6 +208,16 @@ int64_t blocks_per_piece(const Products& p) {
   return takes_up_sums(p) ? 96 : p.left == Arithmetic::kFloat ? 8 : 12;
 }
 
+// The same where several panels meet one block of rows: what the L1 cache holds of all of them.
+// Pieces are of like length. Of panels deeper than kDeepest the sums' way to memory and back after
+// each piece costs more than is gained.
+constexpr int64_t kPanels = 2, kBlocksInL1 = 8, kDeepest = 64;
+
+int64_t blocks_per_shared_piece(int64_t deep) {
+  const int64_t pieces = std::max<int64_t>(1, ceil_div(deep, kBlocksInL1));
+  return std::max<int64_t>(1, ceil_div(deep, pieces));
+}
+
 // The next piece of a product, of `count` blocks; the first starts the sums of a block's `rows`.
 void multiply_piece(const Products& p, const char* left, const char* right, int64_t count,
                     bool first, int64_t rows, float* sums) {
@@ -396,7 +406,7 @@ float PackedRight::plain_product(const float* row, int64_t column) const {
 
 namespace {
 
-// What the rows of one task share with all of its panels.
+// The rows of one task, and what they meet.
 struct Task {
   const Source& left;
   const PackedRight& right;
@@ -407,27 +417,53 @@ struct Task {
   char* expanded;
   int64_t first, last, rows;  // blocks; rows of all tasks
 
-  void run(int64_t panel) const {
-    alignas(64) float sums[kMostRowBlocks][kBlock * kBlock];
-    const int64_t column = panel * kBlock;
-    multiply_panel(right.panel(column), sums);
-    for (int64_t block = first; block < last; ++block)
-      finish_block(block, column, sums[block - first]);
+  // Takes the panels [begin, end). One block of rows reads each panel once and at a stretch, as
+  // memory delivers it fastest; several read it from the L2 cache.
+  void run(int64_t begin, int64_t end) const {
+    const bool shared = takes_up_sums(products) && last - first > 1 && packed.deep <= kDeepest;
+    for (int64_t i = begin; i < end; i += shared ? kPanels : 1) {
+      shared ? run_panels(i, std::min(i + kPanels, end)) : run_panel(i);
+    }
   }
 
  private:
   int64_t height(int64_t block) const { return std::min(kBlock, rows - block * kBlock); }
 
-  void multiply_panel(const char* panel, float (*sums)[kBlock * kBlock]) const {
-    const int64_t deep = packed.deep, piece = blocks_per_piece(products);
-    const int64_t bytes = bytes_per_block(products.left);
-    for (int64_t k = 0; k < std::max<int64_t>(1, deep); k += piece) {
-      const int64_t count = std::min(piece, deep - k);
-      const char* right_blocks = right_piece(products, panel, k, count, expanded);
-      for (int64_t block = 0; block < last - first; ++block) {
-        multiply_piece(products, packed.blocks + (block * deep + k) * bytes, right_blocks, count,
-                       k == 0, height(first + block), sums[block]);
+  const char* left_piece(int64_t block, int64_t k) const {
+    return packed.blocks + ((block - first) * packed.deep + k) * bytes_per_block(products.left);
+  }
+
+  // Each piece of a panel meets all blocks of rows.
+  void run_panel(int64_t panel) const {
+    alignas(64) float sums[kMostRowBlocks][kBlock * kBlock];
+    const int64_t column = panel * kBlock, piece = blocks_per_piece(products);
+    for (int64_t k = 0; k < std::max<int64_t>(1, packed.deep); k += piece) {
+      const int64_t count = std::min(piece, packed.deep - k);
+      const char* blocks = right_piece(products, right.panel(column), k, count, expanded);
+      for (int64_t block = first; block < last; ++block) {
+        multiply_piece(products, left_piece(block, k), blocks, count, k == 0, height(block),
+                       sums[block - first]);
       }
+    }
+    for (int64_t block = first; block < last; ++block) {
+      finish_block(block, column, sums[block - first]);
+    }
+  }
+
+  // Each piece of a block of rows meets all of these panels.
+  void run_panels(int64_t begin, int64_t end) const {
+    alignas(64) float sums[kPanels][kBlock * kBlock];
+    const int64_t piece = blocks_per_shared_piece(packed.deep);
+    for (int64_t block = first; block < last; ++block) {
+      for (int64_t k = 0; k < std::max<int64_t>(1, packed.deep); k += piece) {
+        const int64_t count = std::min(piece, packed.deep - k);
+        for (int64_t i = begin; i < end; ++i) {
+          multiply_piece(products, left_piece(block, k),
+                         right.panel(i * kBlock) + k * bytes_per_block(products.left), count,
+                         k == 0, height(block), sums[i - begin]);
+        }
+      }
+      for (int64_t i = begin; i < end; ++i) finish_block(block, i * kBlock, sums[i - begin]);
     }
   }
 
@@ -490,7 +526,7 @@ void multiply(const Source& left, bool transposed, const PackedRight& right, con
                       first,
                       last,
                       rows};
-      for (int64_t panel = first_panel; panel < last_panel; ++panel) work.run(panel);
+      work.run(first_panel, last_panel);
       if (finish_rows && whole_rows) finish_rows(first_row, last_row);
     }
   });
