@@ -121,13 +121,14 @@ void run_attention_tasks(const Attention& a, const std::vector<AttentionTask>& t
       [&](const Kept& kept, int64_t i) { kernel(a, tasks[i], kept.scratch.as<char>()); });
 }
 
-void start_attention(Attention& a, const std::vector<AttentionTask>& tasks, at::Tensor& out,
-                     at::Tensor& lse) {
+void start_attention(Attention& a, const std::vector<AttentionTask>& tasks, const at::Tensor& out,
+                     const at::Tensor& lse) {
   if (leaves_rows(out, tasks, false)) {
     out.zero_();
-    lse.fill_(-std::numeric_limits<float>::infinity());
+    if (lse.defined()) lse.fill_(-std::numeric_limits<float>::infinity());
   }
   a.out = heads_of(out);
+  if (!lse.defined()) return;
   a.softmax_lse = lse.mutable_data_ptr<float>();
   a.lse_ld = lse.size(1);
 }

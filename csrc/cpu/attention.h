@@ -28,10 +28,10 @@ std::vector<AttentionTask> attention_tasks(const at::Tensor& cu_seqlens_q,
                                            const at::Tensor& cu_seqlens_k, const Attention& a,
                                            bool cut_queries);
 
-// Where forward writes: out (Tq, num_heads, head_dim) and lse (num_heads, Tq), with the values of
-// the rows that no task writes.
-void start_attention(Attention& a, const std::vector<AttentionTask>& tasks, at::Tensor& out,
-                     at::Tensor& lse);
+// Where forward writes: out (Tq, num_heads, head_dim) and lse (num_heads, Tq), undefined where it
+// is of no use, with the values of the rows that no task writes.
+void start_attention(Attention& a, const std::vector<AttentionTask>& tasks, const at::Tensor& out,
+                     const at::Tensor& lse);
 
 void run_attention_tasks(const Attention& a, const std::vector<AttentionTask>& tasks,
                          bool backward);

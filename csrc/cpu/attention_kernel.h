@@ -112,7 +112,12 @@ FASTBERT_INLINE float largest_of(const float* row, int64_t n) {
     }
     best = max(max(most.v[0], most.v[1]), max(most.v[2], most.v[3]));
   }
-  for (; i < n; ++i) best = max(best, broadcast(row[i]));
+  for (; i + Vec::kLanes <= n; i += Vec::kLanes) best = max(best, load(row + i));
+  if (i < n) {
+    const uint32_t lanes = (1u << (n - i)) - 1u;
+    const Vec rest = load(row + i, static_cast<int>(n - i));
+    best = max(best, select(mask_of_bits(&lanes, 0), rest, best));
+  }
   return largest(best);
 }
 
@@ -217,12 +222,37 @@ FASTBERT_INLINE V exp_for(V x) {
   }
 }
 
+// The same of x / kUnit, for which there is a shorter way.
+template <bool kHalves>
+struct Exponent {
+  static constexpr float kUnit = 1.0f;
+  template <typename V>
+  static FASTBERT_INLINE V of(V x) {
+    return exp(x);
+  }
+};
+#if defined(FASTBERT_AVX512_BF16)
+template <>
+struct Exponent<true> {
+  static constexpr float kUnit = 1.44269504f;  // log2 e
+  template <typename V>
+  static FASTBERT_INLINE V of(V x) {
+    return brief_exp2(x);
+  }
+};
+#endif
+
+// Of a row: the sum of exp(score - peak).
 struct Softmax {
-  float sum, lse;
+  float sum, peak;
+
+  FASTBERT_INLINE float lse() const {
+    return sum == 0.0f ? -__builtin_inff() : peak + __builtin_logf(sum);
+  }
 };
 
 // A row of `padded` scores, the first of which has `keys` to see, to exponentials in the left
-// operand's blocks (dropped where bits say so), their sum and its logarithm.
+// operand's blocks (dropped where bits say so); of none the sum is 0.
 template <bool kHalves>
 FASTBERT_INLINE Softmax softmax_row(const Attention& a, KeyRange keys, int64_t padded,
                                     const uint32_t* bits, int64_t r, const float* row,
@@ -231,23 +261,23 @@ FASTBERT_INLINE Softmax softmax_row(const Attention& a, KeyRange keys, int64_t p
   const int64_t count = keys.end - keys.begin;
   float peak = 0.0f;
   if (count > 0) {
-    peak = scale * (scale < 0.0f ? smallest_of(row + keys.begin, count)
-                                 : largest_of(row + keys.begin, count));
+    peak =
+        scale < 0.0f ? smallest_of(row + keys.begin, count) : largest_of(row + keys.begin, count);
   }
+  const float factor = scale * Exponent<kHalves>::kUnit, shift = peak * factor;
   Vec sums = broadcast(0.0f);
-  for_each_pack(padded, [&](int64_t c, auto part) {
+  for_each_pack(padded, [&](int64_t c, auto part) FASTBERT_INLINE_BODY {
     const auto x = part.load(row + c);
     using V = decltype(part.load(row));
     // Product and difference are rounded apart, here and in backward, so that one key's
     // probability is exactly 1.
-    V e = exp_for<kHalves>(x * constant<V>(scale) - constant<V>(peak));
+    V e = Exponent<kHalves>::of(x * constant<V>(factor) - constant<V>(shift));
     e = seen_only(keys, c, e);
     sums = sums + total(e);
     if (bits != nullptr) e = kept_only(bits, c, e);
     put_left<kHalves>(blocks, r, c, e);
   });
-  const float whole = sum(sums);
-  return {whole, count > 0 ? peak + __builtin_logf(whole) : -__builtin_inff()};
+  return {sum(sums), scale * peak};
 }
 
 FASTBERT_INLINE void store_row(Dtype dtype, const float* row, float factor, int64_t n, void* out,
@@ -323,7 +353,9 @@ void attention_fwd_task(const Attention& a, const AttentionTask& t, char* memory
       // A query without a key has a sum of 0 and a result of 0.
       const float factor = rows[r].sum == 0.0f ? 0.0f : a.dropout.scale / rows[r].sum;
       write_head_row(a, a.out, t.first_q + query + r, t.head, s.sums + r * width, factor);
-      a.softmax_lse[t.head * a.lse_ld + t.first_q + query + r] = rows[r].lse;
+      if (a.softmax_lse != nullptr) {
+        a.softmax_lse[t.head * a.lse_ld + t.first_q + query + r] = rows[r].lse();
+      }
     }
   }
 }
@@ -363,7 +395,7 @@ template <bool kHalves>
 FASTBERT_INLINE float weigh_row(const Attention& a, KeyRange keys, int64_t padded, float lse,
                                 const uint32_t* bits, float* weights, float* dweights) {
   Vec sums = broadcast(0.0f);
-  for_each_pack(padded, [&](int64_t c, auto part) {
+  for_each_pack(padded, [&](int64_t c, auto part) FASTBERT_INLINE_BODY {
     const auto x = part.load(weights + c);
     using V = decltype(part.load(weights));
     V p = exp_for<kHalves>(x * constant<V>(a.softmax_scale) - constant<V>(lse));
@@ -389,7 +421,7 @@ FASTBERT_INLINE void put_gradients(const Attention& a, const Operands& to, int64
                                    int64_t step, int64_t r, const float* means,
                                    const uint32_t* const* bits, const float* weights,
                                    const float* dweights) {
-  for_each_pack(padded, [&](int64_t c, auto part) {
+  for_each_pack(padded, [&](int64_t c, auto part) FASTBERT_INLINE_BODY {
     using V = decltype(part.load(weights));
     V p[2], ds[2];
 #pragma GCC unroll 2

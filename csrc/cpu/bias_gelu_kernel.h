@@ -126,7 +126,7 @@ void bias_gelu_fwd_rows(const BiasGelu& a, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const T* x = static_cast<const T*>(a.x) + row * a.columns;
     T* y = static_cast<T*>(a.out) + row * a.columns;
-    for_each_pack(a.columns, [&](int64_t i, auto part) {
+    for_each_pack(a.columns, [&](int64_t i, auto part) FASTBERT_INLINE_BODY {
       auto u = part.load(x + i);
       if (a.bias != nullptr) u = u + part.load(a.bias + i);
       part.store(y + i, gelu<T, kErf>(u));
@@ -140,7 +140,7 @@ void bias_gelu_bwd_rows(const BiasGelu& a, int64_t begin, int64_t end, float* db
     const int64_t offset = row * a.columns;
     const T *x = static_cast<const T*>(a.x) + offset, *dy = static_cast<const T*>(a.dy) + offset;
     T* dx = static_cast<T*>(a.out) + offset;
-    for_each_pack(a.columns, [&](int64_t i, auto part) {
+    for_each_pack(a.columns, [&](int64_t i, auto part) FASTBERT_INLINE_BODY {
       auto u = part.load(x + i);
       if (a.bias != nullptr) u = u + part.load(a.bias + i);
       const auto d = part.load(dy + i) * gelu_slope<T, kErf>(u);

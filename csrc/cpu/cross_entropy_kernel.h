@@ -26,7 +26,7 @@ void sum_logits(const CrossEntropy& a, int64_t first, int64_t rows, int64_t colu
     finish_logit_row(a, column, columns, row);
     const float peak = largest_of(row, columns);
     Vec exponentials = broadcast(0.0f), all = broadcast(0.0f);
-    for_each_pack(columns, [&](int64_t i, auto part) {
+    for_each_pack(columns, [&](int64_t i, auto part) FASTBERT_INLINE_BODY {
       const auto x = part.load(row + i);
       using V = decltype(part.load(row));
       exponentials = exponentials + total(part.only(exp(x - constant<V>(peak))));
@@ -45,7 +45,7 @@ void logit_gradients(const CrossEntropyGrad& a, int64_t first, int64_t rows, int
     float* row = logits + r * ld;
     finish_logit_row(a.of, column, columns, row);
     const float lse = a.lse[first + r], factor = a.factor[first + r], every = a.every[first + r];
-    for_each_pack(columns, [&](int64_t i, auto part) {
+    for_each_pack(columns, [&](int64_t i, auto part) FASTBERT_INLINE_BODY {
       const auto x = part.load(row + i);
       using V = decltype(part.load(row));
       part.store(row + i, fma(exp(x - constant<V>(lse)), constant<V>(factor), constant<V>(every)));

@@ -186,7 +186,7 @@ void disentangled_attention_fwd_task(const DisentangledAttention& d, const Atten
       for (int64_t r = 0; r < count; ++r) {
         const int64_t row = t.first_q + query + r;
         write_head_row(a, a.out, row, t.head, s.sums + r * width, a.dropout.scale / rows[r].sum);
-        a.softmax_lse[t.head * a.lse_ld + row] = rows[r].lse;
+        a.softmax_lse[t.head * a.lse_ld + row] = rows[r].lse();
       }
     }
   }
@@ -235,7 +235,7 @@ FASTBERT_INLINE void put_score_gradients(const Attention& a, const Operands& to,
                                          int64_t step, int64_t r, const float* means,
                                          const uint32_t* const* bits, const float* weights,
                                          float* dweights) {
-  for_each_pack(padded, [&](int64_t c, auto part) {
+  for_each_pack(padded, [&](int64_t c, auto part) FASTBERT_INLINE_BODY {
     using V = decltype(part.load(weights));
     V p[2], ds[2];
 #pragma GCC unroll 2

@@ -14,7 +14,7 @@ void sum_distillation(const Distillation& a, int64_t first, int64_t rows, int64_
     const float peak = largest_of(row, columns), teacher_peak = largest_of(teacher_row, columns);
     Vec exponentials = broadcast(0.0f), soft = exponentials, teacher_soft = exponentials,
         apart = exponentials;
-    for_each_pack(columns, [&](int64_t i, auto part) {
+    for_each_pack(columns, [&](int64_t i, auto part) FASTBERT_INLINE_BODY {
       const auto z = part.load(row + i), t = part.load(teacher_row + i);
       using V = decltype(part.load(row));
       const V below = z - constant<V>(base_of(peak)), cold = constant<V>(a.cold);
@@ -44,7 +44,7 @@ void distillation_gradients(const DistillationGrad& a, int64_t first, int64_t ro
     const float lse = a.lse[first + r], soft_lse = a.soft_lse[first + r];
     const float teacher_lse = a.teacher_lse[first + r];
     const float dloss = a.dloss[first + r], factor = a.factor[first + r];
-    for_each_pack(columns, [&](int64_t i, auto part) {
+    for_each_pack(columns, [&](int64_t i, auto part) FASTBERT_INLINE_BODY {
       const auto z = part.load(row + i), t = part.load(teacher_row + i);
       using V = decltype(part.load(row));
       const V cold = constant<V>(a.of.cold);

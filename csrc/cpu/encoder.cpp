@@ -222,8 +222,7 @@ at::Tensor encoder_fwd_cpu(const at::Tensor& hidden_states, at::TensorList weigh
   const at::Tensor rounded = buffer(rounds ? rows : 0, columns);
   const at::Tensor qkv = buffer(rows, 3 * columns), projected = buffer(rows, columns);
   const at::Tensor hidden = buffer(some, widest);
-  at::Tensor heads_out = empty_from_pool({rows, num_heads, columns / num_heads}, options);
-  at::Tensor lse = at::empty({num_heads, rows}, input.options().dtype(at::kFloat));
+  const at::Tensor heads_out = empty_from_pool({rows, num_heads, columns / num_heads}, options);
 
   const auto heads = qkv.view({rows, 3, num_heads, columns / num_heads}).unbind(1);
   const std::optional<at::Tensor> no_rng_state;
@@ -231,7 +230,7 @@ at::Tensor encoder_fwd_cpu(const at::Tensor& hidden_states, at::TensorList weigh
                                      {softmax_scale, std::nullopt, 0.0, 0, no_rng_state});
   auto tasks = attention_tasks(cu_seqlens_q, cu_seqlens_k, attention, true);
   for (AttentionTask& task : tasks) task.first_k = task.first_q;  // keys lie among all rows
-  start_attention(attention, tasks, heads_out, lse);
+  start_attention(attention, tasks, heads_out, {});
 
   const Rows context(heads_out.view({rows, columns})), all_projected(projected);
   // What is rounded is read by one product, and then the next: one buffer serves both.

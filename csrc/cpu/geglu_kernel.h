@@ -7,7 +7,7 @@ void geglu_fwd_rows(const Geglu& a, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const T* x = static_cast<const T*>(a.x) + row * 2 * n;
     T* y = static_cast<T*>(a.out) + row * n;
-    for_each_pack(n, [&](int64_t i, auto part) {
+    for_each_pack(n, [&](int64_t i, auto part) FASTBERT_INLINE_BODY {
       auto u = part.load(x + i), v = part.load(x + n + i);
       if (a.bias != nullptr) {
         u = u + part.load(a.bias + i);
@@ -25,7 +25,7 @@ void geglu_bwd_rows(const Geglu& a, int64_t begin, int64_t end, float* dbias) {
     const T* x = static_cast<const T*>(a.x) + row * 2 * n;
     const T* dy = static_cast<const T*>(a.dy) + row * n;
     T* dx = static_cast<T*>(a.out) + row * 2 * n;
-    for_each_pack(n, [&](int64_t i, auto part) {
+    for_each_pack(n, [&](int64_t i, auto part) FASTBERT_INLINE_BODY {
       auto u = part.load(x + i), v = part.load(x + n + i);
       if (a.bias != nullptr) {
         u = u + part.load(a.bias + i);

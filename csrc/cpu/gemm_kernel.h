@@ -367,7 +367,7 @@ FASTBERT_INLINE V rounded_to(V v) {
 template <typename T, bool kErf>
 void finish_rows(const Finish& f, int64_t row, int64_t column, int64_t rows, int64_t columns,
                  const float* c) {
-  for_each_of_block(rows, columns, [&](int64_t r, int64_t i, auto part) {
+  for_each_of_block(rows, columns, [&](int64_t r, int64_t i, auto part) FASTBERT_INLINE_BODY {
     const int64_t at = (row + r) * f.ld + column + i;
     auto v = part.load(c + r * kBlock + i, kBlock);
     if (f.bias != nullptr) v = v + part.load(f.bias + column + i, 0);

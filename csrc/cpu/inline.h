@@ -10,3 +10,5 @@
 #endif
 
 #define FASTBERT_INLINE inline __attribute__((always_inline))
+// Behind the parameters of a lambda: loops over packs are too much for the compiler's own taste.
+#define FASTBERT_INLINE_BODY __attribute__((always_inline))

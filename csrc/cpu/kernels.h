@@ -235,7 +235,7 @@ struct Attention {
   RowDropout dropout;
   Heads q, k, v;
   Heads out;           // written in forward
-  float* softmax_lse;  // (num_heads, rows of q): written in forward, read in backward
+  float* softmax_lse;  // (num_heads, rows of q): written in forward, or null; read in backward
   int64_t lse_ld;
   Heads dout, dq, dk, dv;  // backward only; the last three are written
 };

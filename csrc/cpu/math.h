@@ -83,6 +83,7 @@ FASTBERT_INLINE Pack select(PackMask m, Pack a, Pack b) {
 }
 
 #if defined(FASTBERT_AVX512)
+FASTBERT_INLINE Pack above_floor(Pack a) { FASTBERT_EACH_VEC(Pack, r.v[i] = above_floor(a.v[i])); }
 FASTBERT_INLINE Pack look_up(const float* table, Pack index) {
   FASTBERT_EACH_VEC(Pack, r.v[i] = look_up(table, index.v[i]));
 }
@@ -215,6 +216,16 @@ FASTBERT_INLINE V brief_exp(V x) {
       polynomial(r, constant<V>(0.041921161115169525f), 0.1675388664007187f, 0.49998950958251953f);
   return times_power_of_two(fma(r * r, q, r) + constant<V>(1.0f), n);
 }
+
+#if defined(FASTBERT_AVX512)
+// 2^x to 3e-6 of itself: 2^floor(x) times a polynomial of the rest, 1 where that is 0.
+template <typename V>
+FASTBERT_INLINE V brief_exp2(V x) {
+  const V power = polynomial(above_floor(x), constant<V>(0.013426685531009272f),
+                             0.05224247220066702f, 0.24128020569777747f, 0.6930448447834588f, 1.0f);
+  return times_power_of_two(power, x);
+}
+#endif
 
 template <typename V>
 FASTBERT_INLINE V brief_normal_cdf(V x, V exp_of_minus_half_square) {

@@ -100,7 +100,11 @@ FASTBERT_INLINE Vec abs(Vec a) { return {_mm512_abs_ps(a.v)}; }
 FASTBERT_INLINE Vec round_to_int(Vec a) {
   return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
-// a 2^n for whole n, subnormal results and overflow included.
+// a - floor(a), 0 of infinities.
+FASTBERT_INLINE Vec above_floor(Vec a) {
+  return {_mm512_reduce_ps(a.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
+}
+// a 2^n for whole n (the floor of any other), subnormal results and overflow included.
 FASTBERT_INLINE Vec times_power_of_two(Vec a, Vec n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 FASTBERT_INLINE Vec with_sign_of(Vec magnitude, Vec sign) {
   const __m512 bit = _mm512_set1_ps(-0.0f);
