@@ -185,6 +185,29 @@ def test_question_answering_reads_padding(side):
         torch.testing.assert_close(gradients(ours)[name], gradient, rtol=1e-3, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("side", ["right", "left", "holes"])
+def test_question_answering_may_leave_out_padding(side):
+    """Scores of texts stay the bits they were, padding has -inf, and labels bring it back."""
+    config = small_bert_config()
+    model, _ = model_pair("BertForQuestionAnswering", config)
+    batch = padded_batch(LENGTHS, config.vocab_size, side=side, seed=2)
+    labelled = head_inputs("BertForQuestionAnswering", batch, config)
+    labels = ("start_positions", "end_positions")
+    inputs = {name: value for name, value in labelled.items() if name not in labels}
+    with torch.no_grad():
+        whole, whole_labelled = model(**inputs), model(**labelled)
+        model.scores_padding = False
+        texts, texts_labelled = model(**inputs), model(**labelled)
+        unmasked = model(input_ids=inputs["input_ids"])
+    is_padding = batch["attention_mask"] == 0
+    for name in ("start_logits", "end_logits"):
+        assert texts[name][is_padding].eq(-torch.inf).all()
+        assert texts[name][~is_padding].equal(whole[name][~is_padding])
+        assert texts_labelled[name].equal(whole_labelled[name])
+        assert unmasked[name].isfinite().all()
+    assert texts_labelled.loss == whole_labelled.loss
+
+
 def test_left_padding_pools_position_zero():
     """The pooler reads position 0, which is padding here."""
     config = small_bert_config()
